@@ -8,32 +8,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.common.arrays import F32, I32
-from outpace.drafters.learned.eagle import Ask
+from outpace.drafters.learned.drafter import KV, Ask, Network
 from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import MemoryLimitError
 from outpace.exact.drafts import Draft, Drafts
 from tests.toy import BYTES, ToyModel
 
 
-class ToyHead:
+class ToyHead(Network, KV):
     """Entries are what the toy's hidden states say (a token and its position, twice) and the token that follows.
 
     What it predicts are the logits of ``model`` (of the draft vocabulary ``ids``) after all that its entries tell.
     ``limit``: entries in all rows.
     """
 
-    stops = False
-
     def __init__(self, model: ToyModel, ids: Sequence[int], *, limit: int | None = None, max_length: int = 96) -> None:
         self.ids, self.max_length = np.array(ids, np.int32), max_length
         self.rows: dict[int, list[tuple[int, int, int]]] = {}  # token, its position, the token after it
         self.calls: list[tuple[str, int]] = []  # what was asked, and of how many rows
         self._model, self._limit, self._predicted = model, limit, dict[int, int]()  # from which entry on
+        self.kv = self
 
-    def native_rows(self, *options: Any) -> None:
-        """None: Python keeps its entries."""
-
-    def feed(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> None:
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
+    ) -> None:
         self.calls.append(("feed", len(rows)))
         assert len(set(rows)) == len(rows)
         if self._limit is not None and self.bytes + sum(map(len, tokens)) * BYTES > self._limit * BYTES:
@@ -72,17 +70,17 @@ class ToyHead:
             trees.append(tree)
         return Drafts.of([tree.tree() for tree in trees], ())
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any]) -> F32:
-        real = [i for i, its in enumerate(hidden_states) if its is not None]
-        self.feed([rows[i] for i in real], [tokens[i] for i in real], [hidden_states[i] for i in real])
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
+        real = [i for i, states in enumerate(given) if states is not None]
+        self.feed([rows[i] for i in real], [tokens[i] for i in real], [given[i] for i in real])
         self.calls[-1] = "extend", len(rows)
-        for row, its, states in zip(rows, tokens, hidden_states, strict=True):
+        for row, its, states in zip(rows, tokens, given, strict=True):
             if states is None:
                 self._predicted.setdefault(row, len(self.rows[row]))
                 _, position, after = self.rows[row][-1]
                 self.rows[row].append((after, position + 1, int(its[0])))
                 assert len(its) == 1
-        return np.stack([self._logits(self.rows[row], []) for row in rows])
+        return np.stack([self._logits(self.rows[row], []) for row in rows]), [None] * len(rows)
 
     def length(self, row: int) -> int:
         return len(self.rows.get(row, ()))

@@ -16,10 +16,10 @@ import torch
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
-from outpace.drafters.learned.checkpoint import Checkpoint, Decoder, EagleConfig, eagle_layers
-from outpace.drafters.learned.configs import tensor_shapes
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.layouts import Decoder, EagleConfig, eagle_layers, tensor_shapes
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 
@@ -123,7 +123,7 @@ class Oracle(Drafter):
         return found
 
 
-class RecordedEagle(EagleDrafter):
+class RecordedEagle(LearnedDrafter):
     """EAGLE whose chains cost what they cost, and have an oracle's tokens in the end."""
 
     def __init__(self, network: TorchEagle, layers: int, vocab: int, chance: float) -> None:

@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 
 from outpace.common.files import cache_dir
-from outpace.drafters.learned.checkpoint import WEIGHTS, EagleConfig, checksum, fit_shape, read
+from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, fit_shape, read
+from outpace.drafters.learned.layouts import EagleConfig
 from outpace.errors import ParameterError
 
 BLOCK = 32  # numbers that share a scale

@@ -86,9 +86,8 @@ nb::typed<nb::dict, nb::str, double> named(const Seconds& seconds, const char* c
 class Model;
 
 void bind_drafting(nb::module_& m);                           // drafting.cpp
-void bind_eagle(nb::module_& m);                              // eagle.cpp
+void bind_learned(nb::module_& m);                            // learned.cpp
 void bind_output(nb::module_& m);                             // output.cpp
-void bind_parallel(nb::module_& m);                           // parallel.cpp
 void bind_policy(nb::module_& m);                             // policy.cpp
 void bind_runtime(nb::module_& m, nb::class_<Model>& model);  // runtime.cpp
 void bind_step_rows(nb::module_& m);                          // rows.cpp

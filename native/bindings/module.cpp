@@ -252,6 +252,5 @@ NB_MODULE(_native, m) {
         .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
         .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });
     bind_step_rows(m);
-    bind_eagle(m);
-    bind_parallel(m);
+    bind_learned(m);
 }

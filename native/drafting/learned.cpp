@@ -2,187 +2,264 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
 namespace outpace {
 
-LearnedRows::LearnedRows(std::vector<int> order, int count) : order_(std::move(order)), ascending_(order_) {
+constexpr int kAny = std::numeric_limits<int>::max();
+
+// -- entries ----------------------------------------------------------------------------------------------------------
+
+float* Entries::append(Row& row, int entry, int32_t token) {
+    row.at.push_back(entry);
+    row.tokens.push_back(token);
+    row.states.resize(row.states.size() + wide_);
+    return row.states.data() + row.states.size() - wide_;
+}
+
+// Of the entries whose hidden states are kept the first n.
+void Entries::drop(Row& row, int n) {
+    row.tokens.erase(row.tokens.begin(), row.tokens.begin() + n);
+    row.states.erase(row.states.begin(), row.states.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(n) * wide_));
+}
+
+void Entries::has_read(Row& row, int n) {
+    if (n <= 0) return;
+    drop(row, row.had() + n - 1);
+    row.read += n;
+}
+
+bool Entries::unread_last(Row& row) {
+    if (row.waiting() > 0 || row.had() == 0) return false;
+    --row.read;
+    return true;
+}
+
+void Entries::fork(int64_t src, int64_t dst, int before) {
+    Row made = rows_.at(src);
+    const auto n = static_cast<size_t>(std::lower_bound(made.at.begin(), made.at.end(), before) - made.at.begin());
+    const size_t gone = made.at.size() - n, kept = made.tokens.size() - std::min(gone, made.tokens.size());
+    made.at.resize(n), made.tokens.resize(kept), made.states.resize(kept * wide_);
+    made.read = std::min(made.read, static_cast<int>(n));
+    rows_[dst] = std::move(made);
+}
+
+// -- rows of any network ----------------------------------------------------------------------------------------------
+
+LearnedRows::LearnedRows(std::vector<int> order, int count, size_t hidden, DraftNetwork* network, Reading reading)
+    : entries_(order.size() * hidden), order_(std::move(order)), ascending_(order_), hidden_(hidden), network_(network), reading_(reading) {
     if (static_cast<int>(width()) != count)
         throw std::invalid_argument("the network reads " + std::to_string(count) + " layers, not " + std::to_string(width()));
     std::sort(ascending_.begin(), ascending_.end());
     ascending_.erase(std::unique(ascending_.begin(), ascending_.end()), ascending_.end());
 }
 
-void LearnedRows::copy(const States& from, int place, size_t hidden, float* to) const {
+// [width][hidden] of states at `place` among those of `from`. Throws std::invalid_argument where a layer is missing.
+void LearnedRows::copy(const States& from, int place, float* to) const {
     for (const int layer : order_) {
         const auto found = std::find(from.layers.begin(), from.layers.end(), layer);
         if (found == from.layers.end()) throw std::invalid_argument("the hidden states of layer " + std::to_string(layer) + " are missing");
         const size_t at = static_cast<size_t>(place) * from.layers.size() + static_cast<size_t>(found - from.layers.begin());
-        std::memcpy(to, from.values + at * hidden, hidden * sizeof(float));
-        to += hidden;
+        std::memcpy(to, from.values + at * hidden_, hidden_ * sizeof(float));
+        to += hidden_;
     }
-}
-
-EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
-    : LearnedRows(std::move(layers), eagle.layers_read()), eagle_(eagle), limits_(limits) {}
-
-float* EagleRows::append(int64_t row, int entry, int32_t token) {
-    Row& to = made(row);
-    to.at.push_back(entry);
-    to.tokens.push_back(token);
-    to.states.resize(to.states.size() + wide());
-    return to.states.data() + to.states.size() - wide();
-}
-
-// Of the entries whose hidden states are kept the first n.
-void EagleRows::drop(Row& row, int n) {
-    row.at.erase(row.at.begin(), row.at.begin() + n);
-    row.tokens.erase(row.tokens.begin(), row.tokens.begin() + n);
-    row.states.erase(row.states.begin(), row.states.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(n) * wide()));
-}
-
-void EagleRows::has_read(Row& row, int n) {
-    if (n <= 0) return;
-    for (int i = row.had; i < row.had + n; ++i) {
-        const int entry = row.at[static_cast<size_t>(i)];
-        if (!row.spans.empty() && row.spans.back().second == entry)
-            ++row.spans.back().second;
-        else
-            row.spans.emplace_back(entry, entry + 1);
-    }
-    drop(row, row.had + n - 1);
-    row.had = true;
-}
-
-bool EagleRows::unread_last(Row& row) {
-    if (!row.had || row.spans.empty() || row.spans.back().second != row.at[0] + 1) return false;
-    if (--row.spans.back().second == row.spans.back().first) row.spans.pop_back();
-    row.had = false;
-    return true;
-}
-
-void EagleRows::fork(int64_t src, int64_t dst, int known) {
-    Row made = rows_.at(src);
-    while (!made.spans.empty() && made.spans.back().first >= known) made.spans.pop_back();
-    if (!made.spans.empty()) made.spans.back().second = std::min(made.spans.back().second, known);
-    const auto n = static_cast<size_t>(std::lower_bound(made.at.begin(), made.at.end(), known) - made.at.begin());
-    made.at.resize(n), made.tokens.resize(n), made.states.resize(n * wide());
-    made.had = made.had && n > 0;
-    rows_[dst] = std::move(made);
-}
-
-void EagleRows::retire(int64_t row) {
-    Row* known = find(row);
-    if (!known || !known->had) return;
-    drop(*known, 1);
-    known->had = false;
-}
-
-// How many the row's draft may have.
-int EagleRows::levels(const Asked& asked) const {
-    const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
-    const int depth = asked.floor > 0 ? std::min(asked.size, limits_.deepest) : asked.depth();
-    return most < 0 ? depth : std::min(depth, most);
 }
 
 // The row, once the network has what it is known to have read: an interrupted call leaves more.
-EagleRows::Row& EagleRows::settled(int64_t row) {
-    Row& known = *find(row);
-    const int cached = eagle_.row(static_cast<int>(row)), read = known.read();
-    std::lock_guard<std::mutex> lock(eagle_.model().lock());
-    if (cached >= 0 && eagle_.model().kv().length(cached) > read) eagle_.model().kv().truncate(cached, read);
+Entries::Row& LearnedRows::settled(int64_t row) {
+    Entries::Row& known = *entries_.find(row);
+    if (!network_) return known;
+    const int cached = network_->row(static_cast<int>(row));
+    std::lock_guard<std::mutex> lock(network_->model().lock());
+    if (cached >= 0 && network_->model().kv().length(cached) > known.read) network_->model().kv().truncate(cached, known.read);
     return known;
 }
 
-// Whether the row has entries to feed, and room for `more` behind them.
-bool EagleRows::ready(int64_t row, int more) {
-    if (!find(row)) return false;
-    Row& known = settled(row);
-    if (known.waiting() == 0) {
-        if (!unread_last(known)) return false;
-        settled(row);
-    }
-    return known.read() + known.waiting() + more <= limits_.max_length;
+// Whether the row can have a draft of so many levels; an entry that the network has is unread again where it would lack one.
+bool LearnedRows::ready(const Asked& asked) {
+    const int levels = this->levels(asked);
+    if (levels < 1 || !entries_.find(asked.row)) return false;
+    Entries::Row& known = settled(asked.row);
+    if (reading_.left > 0 && known.waiting() == 0 && entries_.unread_last(known)) settled(asked.row);
+    return fits(asked, known, levels);
 }
 
-void EagleRows::forget(int64_t row) {
-    release(row);
-    eagle_.drop(static_cast<int>(row));
+void LearnedRows::forget(int64_t row) {
+    entries_.release(row);
+    if (network_) network_->drop(static_cast<int>(row));
 }
 
-void EagleRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
+void LearnedRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<size_t> at;
     for (size_t i = 0; i < rows.size(); ++i) {
-        trees[i].levels = 0;
-        if (levels(rows[i]) > 0 && ready(rows[i].row, levels(rows[i]))) at.push_back(i);
+        if (stepwise()) trees[i].levels = 0;
+        if (ready(rows[i])) at.push_back(i);
     }
     while (!at.empty()) {
-        DraftNetwork::Taken taken(eagle_);
-        std::vector<Eagle::Ask> asks;
-        for (const size_t i : at) {
-            const Asked& asked = rows[i];
-            const Row& known = *find(asked.row);
-            asks.push_back({taken.row(asked.row), {known.unread_tokens(), known.unread_tokens() + known.waiting()}, unread_states(known),
-                asked.size, levels(asked), limits_.branch, sampling_of(asked), asked.floor});
-        }
+        std::vector<Wanted> wanted;
+        for (const size_t i : at) wanted.push_back({rows[i], *entries_.find(rows[i].row), levels(rows[i])});
         std::vector<Draft> drafts;
         try {
-            drafts = eagle_.draft(asks);
+            drafts = draft(wanted);
         } catch (const MemoryLimit&) {
             forget(rows[at.back()].row);
             at.pop_back();
             continue;
         }
-        taken.keep();
         for (size_t k = 0; k < at.size(); ++k) {
-            Row& known = *find(rows[at[k]].row);
-            has_read(known, known.waiting());
+            Entries::Row& known = *entries_.find(rows[at[k]].row);
+            entries_.has_read(known, known.waiting());
             trees[at[k]] = std::move(drafts[k]);
         }
         return;
     }
 }
 
-bool EagleRows::observe(const std::vector<Final>& rows, const States& states) {
-    const size_t hidden = wide() / width();
+bool LearnedRows::observe(const std::vector<Final>& rows, const States& states) {
     behind_.clear();
     for (const Final& final : rows) {
-        Row& known = made(final.row);
+        if (!network_) entries_.release(final.row);
+        Entries::Row& known = entries_.made(final.row);
         const int end = known.end();
-        for (size_t n = 0; n < final.tokens.size(); ++n) {
-            const int entry = final.first + static_cast<int>(n);
-            if (entry < end) continue;
-            copy(states, final.places[n], hidden, append(final.row, entry, final.tokens[n]));
-        }
-        if (known.waiting() > limits_.catch_up) behind_.push_back(final.row);
+        for (size_t n = network_ ? 0 : final.places.size() - 1; n < final.places.size(); ++n)
+            if (const int entry = final.first + static_cast<int>(n); entry >= end && entry < reading_.most)
+                copy(states, final.places[n], entries_.append(known, entry, final.tokens[n]));
+        if (known.waiting() > reading_.wait) behind_.push_back(final.row);
     }
     return !behind_.empty();
 }
 
-// Feeds what waits, in calls of at most `catch_up` entries a row; the last one is left.
-void EagleRows::read_ahead() {
+void LearnedRows::read_ahead() {
     std::vector<int64_t> rows = std::exchange(behind_, {});
     while (!rows.empty()) {
-        DraftNetwork::Taken taken(eagle_);
-        std::vector<Eagle::Ask> asks;
-        for (const int64_t row : rows) {
-            const Row& known = settled(row);
-            asks.push_back({taken.row(row),
-                {known.unread_tokens(), known.unread_tokens() + std::min(known.waiting() - 1, limits_.catch_up)}, unread_states(known)});
-        }
+        std::vector<Part> parts;
+        for (const int64_t row : rows) parts.emplace_back(row, std::min(settled(row).waiting() - reading_.left, reading_.piece));
         try {
-            eagle_.draft(asks);
-            for (size_t i = 0; i < rows.size(); ++i) has_read(*find(rows[i]), static_cast<int>(asks[i].tokens.size()));
-            taken.keep();
+            read(parts);
+            for (const auto& [row, n] : parts) {
+                Entries::Row& known = *entries_.find(row);
+                entries_.has_read(known, n);
+                if (reading_.left == 0) entries_.retire(known);
+            }
         } catch (const MemoryLimit&) { forget(rows.back()); }
         std::vector<int64_t> left;
         for (const int64_t row : rows)
-            if (const Row* known = find(row); known && known->waiting() > 1) left.push_back(row);
+            if (const Entries::Row* known = entries_.find(row); known && known->waiting() > reading_.left) left.push_back(row);
         rows = std::move(left);
     }
+}
+
+// -- EAGLE ------------------------------------------------------------------------------------------------------------
+
+EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
+    : LearnedRows(std::move(layers), eagle.layers_read(), static_cast<size_t>(eagle.model().hidden()), &eagle,
+          {limits.catch_up, 1, limits.catch_up, kAny}),
+      eagle_(eagle),
+      limits_(limits) {}
+
+int EagleRows::levels(const Asked& asked) const {
+    const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
+    const int depth = asked.floor > 0 ? std::min(asked.size, limits_.deepest) : asked.depth();
+    return most < 0 ? depth : std::min(depth, most);
+}
+
+void EagleRows::read(const std::vector<Part>& parts) {
+    DraftNetwork::Taken taken(eagle_);
+    std::vector<Eagle::Ask> asks;
+    for (const auto& [row, n] : parts) {
+        const Entries::Row& known = *entries_.find(row);
+        asks.push_back({taken.row(row), {known.unread_tokens(), known.unread_tokens() + n}, entries_.unread_states(known)});
+    }
+    eagle_.draft(asks);
+    taken.keep();
+}
+
+std::vector<Draft> EagleRows::draft(const std::vector<Wanted>& rows) {
+    DraftNetwork::Taken taken(eagle_);
+    std::vector<Eagle::Ask> asks;
+    for (const auto& [asked, known, levels] : rows)
+        asks.push_back({taken.row(asked.row), {known.unread_tokens(), known.unread_tokens() + known.waiting()},
+            entries_.unread_states(known), asked.size, levels, limits_.branch, sampling_of(asked), asked.floor});
+    std::vector<Draft> drafts = eagle_.draft(asks);
+    taken.keep();
+    return drafts;
+}
+
+// -- block-parallel ---------------------------------------------------------------------------------------------------
+
+ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int max_length)
+    : LearnedRows(
+          std::move(layers), network.layers_read(), static_cast<size_t>(network.model().hidden()), &network, {0, 0, kAny, max_length}),
+      network_(network),
+      max_length_(max_length) {}
+
+void ParallelRows::read(const std::vector<Part>& parts) {
+    DraftNetwork::Taken taken(network_);
+    std::vector<Parallel::Context> contexts;
+    for (const auto& [row, n] : parts) {
+        const Entries::Row& known = *entries_.find(row);
+        contexts.push_back({taken.row(row), entries_.unread_states(known), {known.unread_at(), known.unread_at() + n}});
+    }
+    network_.read(contexts);
+    taken.keep();
+}
+
+std::vector<Draft> ParallelRows::draft(const std::vector<Wanted>& rows) {
+    std::vector<Parallel::Ask> asks;
+    for (const auto& [asked, known, levels] : rows)
+        asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, levels,
+            sampling_of(asked)});
+    std::vector<Draft> drafts;
+    for (const std::vector<RankedToken>& slots : network_.draft(asks)) {
+        Draft& chain = drafts.emplace_back();
+        double gain = 1.0;
+        for (const RankedToken& slot : slots) {
+            gain *= std::clamp(slot.share, 0.0, 1.0);
+            chain.add(slot.token, static_cast<int32_t>(chain.size()) - 1, gain);
+        }
+    }
+    return drafts;
+}
+
+// -- Medusa -----------------------------------------------------------------------------------------------------------
+
+MedusaRows::MedusaRows(Medusa& network, int layer, std::vector<Node> tree)
+    : LearnedRows({layer}, 1, static_cast<size_t>(network.target().hidden()), nullptr, {1, 1, 1, kAny}),
+      network_(network),
+      tree_(std::move(tree)) {
+    for (size_t i = 0; i < tree_.size(); ++i) {
+        const Node& node = tree_[i];
+        const int head = node.parent < 0 ? 0 : tree_.at(static_cast<size_t>(node.parent)).head + 1;
+        if (node.parent >= static_cast<int>(i) || node.head != head || head >= network.heads() || node.rank < 0)
+            throw std::invalid_argument("a static tree's nodes follow their parents, a head a level");
+        ranks_ = std::max(ranks_, node.rank + 1);
+    }
+}
+
+std::vector<Draft> MedusaRows::draft(const std::vector<Wanted>& rows) {
+    std::vector<Medusa::Ask> asks;
+    for (const auto& [asked, known, levels] : rows) asks.push_back({entries_.unread_states(known), levels, sampling_of(asked)});
+    const std::vector<std::vector<std::vector<RankedToken>>> found = network_.draft(asks, ranks_);
+    std::vector<Draft> drafts(rows.size());
+    for (size_t k = 0; k < rows.size(); ++k) {
+        Draft& tree = drafts[k];
+        std::vector<int> place(tree_.size(), -1);  // of the static tree's nodes in this one
+        for (size_t i = 0; i < tree_.size() && static_cast<int>(tree.size()) < rows[k].asked.size; ++i) {
+            const Node& node = tree_[i];
+            const int parent = node.parent < 0 ? -1 : place[static_cast<size_t>(node.parent)];
+            if ((node.parent >= 0 && parent < 0) || node.head >= static_cast<int>(found[k].size())) continue;
+            const std::vector<RankedToken>& candidates = found[k][static_cast<size_t>(node.head)];
+            if (node.rank >= static_cast<int>(candidates.size())) continue;
+            const RankedToken& chosen = candidates[static_cast<size_t>(node.rank)];
+            const double above = parent < 0 ? 1.0 : tree.gains[static_cast<size_t>(parent)];
+            place[i] = tree.add(chosen.token, parent, above * std::min(chosen.share, 1.0));
+        }
+    }
+    return drafts;
 }
 
 }  // namespace outpace

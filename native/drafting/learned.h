@@ -1,4 +1,4 @@
-// Learned drafters of native steps: what they have read of each row, and what they draft from it. Rows whose
+// Learned drafters of native steps: what their networks have read of each row, and what they draft from it. Rows whose
 // rules forbid tokens, and those that sample under rejection, are drafted for in Python (drafters/learned), from the same rows.
 #pragma once
 
@@ -13,21 +13,99 @@
 
 namespace outpace {
 
-// Reads hidden states of the target's layers `order`, as the network wants them.
-class LearnedRows : public NativeDrafter {
+// What a network has read of rows, and what it has still to read. Entry i of a row has the target's hidden states of position i
+// and the token after it, i + 1. An entry whose hidden states never came is left out. Python's drafters count with it, too.
+class Entries {
 public:
-    const std::vector<int>& hidden_layers() const override { return ascending_; }
-    size_t width() const { return order_.size(); }  // layers that a position has
+    struct Row {
+        std::vector<int> at;  // entries that are known, ascending
+        int read = 0;         // how many of them the network has
+        // Of the last entries: those that it lacks, and maybe the last one that it has.
+        std::vector<int32_t> tokens;
+        std::vector<float> states;
 
-protected:
-    // Throws std::invalid_argument where they are not `count`.
-    LearnedRows(std::vector<int> order, int count);
-    // Copies [width][hidden] of states at `place` among those of `from`. Throws std::invalid_argument where a layer is missing.
-    void copy(const States& from, int place, size_t hidden, float* to) const;
+        int kept() const { return static_cast<int>(tokens.size()); }
+        int waiting() const { return static_cast<int>(at.size()) - read; }
+        int had() const { return kept() - waiting(); }
+        int end() const { return at.empty() ? 0 : at.back() + 1; }
+        const int* unread_at() const { return at.data() + read; }
+        const int32_t* unread_tokens() const { return tokens.data() + had(); }
+    };
+
+    // `wide`: numbers of an entry's hidden states; 0: they lie elsewhere.
+    explicit Entries(size_t wide) : wide_(wide) {}
+
+    Row* find(int64_t row) {
+        const auto found = rows_.find(row);
+        return found == rows_.end() ? nullptr : &found->second;
+    }
+    Row& made(int64_t row) { return rows_[row]; }  // where it is not there
+    // Makes room for an entry behind the row's last one: where its states go.
+    float* append(Row& row, int entry, int32_t token);
+    const float* unread_states(const Row& row) const { return row.states.data() + static_cast<size_t>(row.had()) * wide_; }
+    void has_read(Row& row, int n);  // the network has the first n that were unread now; the last of them is kept
+    bool unread_last(Row& row);      // makes the last entry unread again; whether that can be done
+    void fork(int64_t src, int64_t dst, int before);  // `dst` becomes what `src` has of the entries before `before`
+    void retire(Row& row) { drop(row, row.had()); }   // the last entry that the network has need not be kept
+    void release(int64_t row) { rows_.erase(row); }
+    const std::map<int64_t, Row>& rows() const { return rows_; }
+    size_t wide() const { return wide_; }
 
 private:
+    void drop(Row& row, int n);
+
+    const size_t wide_;
+    std::map<int64_t, Row> rows_;
+};
+
+// A network's rows, and how they are drafted for: drafters/learned/drafter.py is the reference. It reads hidden states of the
+// target's layers `order`, as the network wants them.
+class LearnedRows : public NativeDrafter {
+public:
+    // Where more than `wait` entries of a row are unread, all but `left` are read, in calls of at most `piece`. Those from `most`
+    // on are left out.
+    struct Reading {
+        int wait, left, piece, most;
+    };
+
+    const std::vector<int>& hidden_layers() const override { return ascending_; }
+    size_t width() const { return order_.size(); }  // layers that an entry has
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
+    bool observe(const std::vector<Final>& rows, const States& states) override;
+    void read_ahead() override;
+    Entries& entries() { return entries_; }
+
+protected:
+    struct Wanted {
+        const Asked& asked;
+        const Entries::Row& known;
+        int levels;
+    };
+    using Part = std::pair<int64_t, int>;  // a row, and how many of its unread entries
+
+    // `network`: has keys and values of rows; null: it has none, and of a row the last entry alone counts. Throws
+    // std::invalid_argument where the layers are not `count`.
+    LearnedRows(std::vector<int> order, int count, size_t hidden, DraftNetwork* network, Reading reading);
+
+    virtual int levels(const Asked& asked) const = 0;                           // of the row's draft, if it can have one
+    virtual bool fits(const Asked& asked, const Entries::Row& known, int levels) const = 0;  // whether it can
+    virtual void read(const std::vector<Part>& parts) = 0;                      // throws MemoryLimit
+    virtual std::vector<Draft> draft(const std::vector<Wanted>& rows) = 0;      // reads what is unread first; throws MemoryLimit
+
+    Entries entries_;
+
+private:
+    void copy(const States& from, int place, float* to) const;
+    Entries::Row& settled(int64_t row);
+    bool ready(const Asked& asked);
+    void forget(int64_t row);
+
     const std::vector<int> order_;
     std::vector<int> ascending_;  // each once
+    const size_t hidden_;
+    DraftNetwork* const network_;
+    const Reading reading_;
+    std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 
 // What a row's next token is chosen by, its rules apart.
@@ -38,26 +116,8 @@ inline Sampling sampling_of(const Asked& asked) {
     return sampling;
 }
 
-// Entry i of a row has the target's hidden states of position i and the token after it; drafters/learned/entries.py is the reference.
 class EagleRows : public LearnedRows {
 public:
-    struct Row {
-        std::vector<std::pair<int, int>> spans;  // entries that the network has, [first, end), ascending
-        // Those whose hidden states are kept, ascending: the last one that the network has, if `had`, then all that it lacks.
-        std::vector<int> at;
-        std::vector<int32_t> tokens;
-        std::vector<float> states;
-        bool had = false;
-
-        int read() const {
-            int sum = 0;
-            for (const auto& [first, end] : spans) sum += end - first;
-            return sum;
-        }
-        int waiting() const { return static_cast<int>(at.size()) - had; }
-        int end() const { return waiting() > 0 ? at.back() + 1 : spans.empty() ? 0 : spans.back().second; }
-        const int32_t* unread_tokens() const { return tokens.data() + had; }
-    };
     struct Limits {
         int branch;
         int most_levels;   // of a draft; -1: as many as it is asked for, but
@@ -68,39 +128,18 @@ public:
     };
     // `eagle` outlives this. `layers`: of the target, in the network's order.
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
-
-    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool stepwise() const override { return true; }
-    bool observe(const std::vector<Final>& rows, const States& states) override;
-    void read_ahead() override;
-
-    Row* find(int64_t row) {
-        const auto found = rows_.find(row);
-        return found == rows_.end() ? nullptr : &found->second;
-    }
-    Row& made(int64_t row) { return rows_[row]; }  // where it is not there
-    // Makes room for an entry behind the row's last one: where its states go.
-    float* append(int64_t row, int entry, int32_t token);
-    const float* unread_states(const Row& row) const { return row.states.data() + row.had * wide(); }
-    void has_read(Row& row, int n);  // the network has the first n that were unread now
-    bool unread_last(Row& row);      // makes the last entry unread again; whether that can be done
-    void fork(int64_t src, int64_t dst, int known);  // `dst` becomes what `src` has of the entries before `known`
-    void retire(int64_t row);                        // the last entry need not be kept
-    void release(int64_t row) { rows_.erase(row); }
-    const std::map<int64_t, Row>& rows() const { return rows_; }
-    size_t wide() const { return eagle_.wide(); }  // numbers of an entry's hidden states
 
 private:
-    int levels(const Asked& asked) const;
-    bool ready(int64_t row, int more);
-    Row& settled(int64_t row);
-    void drop(Row& row, int n);
-    void forget(int64_t row);
+    int levels(const Asked& asked) const override;
+    bool fits(const Asked&, const Entries::Row& known, int levels) const override {
+        return known.waiting() > 0 && static_cast<int>(known.at.size()) + levels <= limits_.max_length;
+    }
+    void read(const std::vector<Part>& parts) override;
+    std::vector<Draft> draft(const std::vector<Wanted>& rows) override;
 
     Eagle& eagle_;
     const Limits limits_;
-    std::map<int64_t, Row> rows_;
-    std::vector<int64_t> behind_;  // rows that are to be read ahead
 };
 
 class ParallelRows : public LearnedRows {
@@ -108,34 +147,16 @@ public:
     // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
     ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
 
-    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
-    bool observe(const std::vector<Final>& rows, const States& states) override;
-    void read_ahead() override;
-
-    // Hidden states [n][layers][hidden] at positions that ascend beyond the row's last one.
-    struct Read {
-        int64_t row;
-        std::vector<int32_t> positions;
-        std::vector<float> states;
-    };
-    // Appends them to rows, each once at the most, which are made where they are not there. Throws as Parallel::read does, and
-    // then every row is as it was.
-    void read(const std::vector<Read>& rows);
-    int end(int64_t row) const {  // the position after the row's last one; 0 for a row that is not there
-        const auto found = positions_.find(row);
-        return found == positions_.end() ? 0 : found->second.back() + 1;
-    }
-    // `dst`, which is not there, begins with what `src` has of positions below `end`. Throws MemoryLimit.
-    void fork(int64_t src, int64_t dst, int end);
-    void release(int64_t row);
-    Parallel& network() { return network_; }
-    const std::map<int64_t, std::vector<int32_t>>& positions() const { return positions_; }
-
 private:
+    int levels(const Asked& asked) const override { return std::min(asked.depth(), network_.slots()); }
+    bool fits(const Asked& asked, const Entries::Row& known, int levels) const override {
+        return known.end() > 0 && asked.n + static_cast<size_t>(levels) <= static_cast<size_t>(max_length_);
+    }
+    void read(const std::vector<Part>& parts) override;
+    std::vector<Draft> draft(const std::vector<Wanted>& rows) override;
+
     Parallel& network_;
     const int max_length_;
-    std::map<int64_t, std::vector<int32_t>> positions_;  // of each row's contexts, ascending
-    std::vector<Read> waiting_;                          // for `read_ahead`
 };
 
 class MedusaRows : public LearnedRows {
@@ -144,24 +165,18 @@ public:
         int parent;  // before it in the tree; -1: the pending token
         int head, rank;
     };
-    struct State {
-        int position = -1;          // of the pending token
-        std::vector<float> values;  // the last layer's before it [hidden]
-    };
     // `network` outlives this. `layer`: the target's last.
     MedusaRows(Medusa& network, int layer, std::vector<Node> tree);
 
-    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
-    bool observe(const std::vector<Final>& rows, const States& states) override;
-
-    Medusa& network() { return network_; }
-    std::map<int64_t, State>& states() { return states_; }
-
 private:
+    int levels(const Asked& asked) const override { return std::min(asked.depth(), network_.heads()); }
+    bool fits(const Asked& asked, const Entries::Row& known, int) const override { return known.end() == static_cast<int>(asked.n) - 1; }
+    void read(const std::vector<Part>&) override {}
+    std::vector<Draft> draft(const std::vector<Wanted>& rows) override;
+
     Medusa& network_;
     const std::vector<Node> tree_;
     int ranks_ = 1;  // candidates of a head
-    std::map<int64_t, State> states_;
 };
 
 }  // namespace outpace

@@ -22,7 +22,7 @@ from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
-from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.drafter import LearnedDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.results import TARGET, Delta, Result
 from outpace.errors import MemoryLimitError, NoTokenAllowedError, ParameterError
@@ -187,12 +187,12 @@ def make_drafter(kind: str, target: ToyModel, seed: int, *, reads: bool = False)
     if kind.startswith("eagle"):
         guesses = ToyModel(VOCAB, seed=1, blur=0.3, memory=2)
         head = ToyHead(guesses, [0, 1, 2, 4, 5], limit=60 if "short" in kind else None, max_length=LONGEST)
-        eagle = EagleDrafter(head, (0, 2), "eagle", VOCAB, branch=1 if "chain" in kind else 3)
+        eagle = LearnedDrafter(head, (0, 2), "eagle", VOCAB, branch=1 if "chain" in kind else 3)
         return ComposedDrafter([NgramDrafter(), eagle]) if "+" in kind else eagle
     if kind.startswith(("parallel", "medusa")):
         guesses = ToyModel(VOCAB, seed=1, blur=0.3, memory=2)
-        ids = [0, 1, 2, 4, 5]
-        made = parallel(guesses, ids, VOCAB, LONGEST - 8) if kind.startswith("parallel") else medusa(guesses, ids)
+        ids, blocks = [0, 1, 2, 4, 5], kind.startswith("parallel")
+        made = parallel(guesses, ids, VOCAB, LONGEST - 8) if blocks else medusa(guesses, ids, VOCAB)
         return ComposedDrafter([NgramDrafter(), made]) if "+" in kind else made
     return Scripted(target, kind, seed, reads=reads)
 

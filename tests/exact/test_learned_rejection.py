@@ -15,7 +15,7 @@ import pytest
 from outpace.common.arrays import F32
 from outpace.drafters.base import Drafter, Event, RowView
 from outpace.drafters.composed import ComposedDrafter
-from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.drafter import LearnedDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.exact.drafts import Draft
 from outpace.exact.noise import Noise, Stream
@@ -55,7 +55,7 @@ class Enumerated(Chooser):
 
 def made(kind: str) -> Drafter:
     branch = 1 if kind == "chain" else 3
-    network = EagleDrafter(ToyHead(ToyModel(VOCAB, seed=5), IDS), (0, 2), "eagle", VOCAB, branch=branch)
+    network = LearnedDrafter(ToyHead(ToyModel(VOCAB, seed=5), IDS), (0, 2), "eagle", VOCAB, branch=branch)
     if "+" not in kind:
         return network
     return ComposedDrafter([NgramDrafter(candidates=2), network])

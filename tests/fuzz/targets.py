@@ -12,8 +12,8 @@ import numpy as np
 
 from outpace import _fast
 from outpace.drafters.learned import checkpoint
-from outpace.drafters.learned.eagle import Ask
-from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.lookup.datastore import Datastore
 from outpace.drafters.lookup.retrieval import DOUBT, WEIGHTS
 from outpace.models.base import Batch
@@ -120,8 +120,8 @@ def native_drafter(folder: Path) -> None:
         hidden_states = np.ones((n, len(its.config.hidden_layers), target.info.hidden_size), np.float32)
         drafts = head.draft([Ask(0, np.arange(n, dtype=np.int32), hidden_states, 6, 3, 2)])
         assert all(0 <= token < vocab for token in drafts.row(0).tokens)
-        assert head.length(0) == n
-        head.check([0])
+        assert head.kv.length(0) == n
+        head.kv.check([0])
     finally:
         head.close()
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks.card import shapes
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
@@ -113,7 +113,7 @@ def test_a_drafter_that_reads_hidden_states_on_the_card(target: Model) -> None:
     params = SamplingParams(max_tokens=16)
     plain = Engine(target, prefix_rows=0)
     checkpoint = eagles.random(target, range(0, target.info.vocab_size, 16), (1, 2, 4), fc_norm=True)
-    drafter = EagleDrafter(TorchEagle(target, checkpoint), (1, 2, 4), "eagle", target.info.vocab_size)
+    drafter = LearnedDrafter(TorchEagle(target, checkpoint), (1, 2, 4), "eagle", target.info.vocab_size)
     engine = Engine(target, drafter=drafter, size=3, prefix_rows=0)
     for prompt in PROMPTS[:2]:
         expected, found = plain.generate(prompt, params), engine.generate(prompt, params)

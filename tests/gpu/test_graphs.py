@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from outpace.common.arrays import I32
-from outpace.drafters.learned import torch_eagle
-from outpace.drafters.learned.eagle import Ask
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.networks import eagle as torch_eagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.errors import MemoryLimitError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
@@ -265,10 +265,10 @@ def test_a_graph_drafts_what_is_drafted_without(
             assert (found.parents is None) == (expected.parents is None)
             assert found.parents is None or found.parents.tolist() == expected.parents.tolist()
             np.testing.assert_allclose(found.confidence, expected.confidence, rtol=1e-3)
-    assert [fixed.length(row) for row in range(3)] == [plain.length(row) for row in range(3)]
+    assert [fixed.kv.length(row) for row in range(3)] == [plain.kv.length(row) for row in range(3)]
     for row in range(3):
         for runtime in runtimes:
-            runtime.release(row)
+            runtime.kv.release(row)
 
 
 def test_a_draft_s_replay_waits_once_and_stays_where_it_is(
@@ -285,7 +285,7 @@ def test_a_draft_s_replay_waits_once_and_stays_where_it_is(
     after = {shape: [each.data_ptr() for each in graph.inputs] for shape, graph in fixed.captures.graphs.items()}
     assert before == after
     for row in range(2):
-        fixed.release(row)
+        fixed.kv.release(row)
 
 
 def test_a_drafter_that_a_capture_would_refuse_drafts_without(

@@ -11,8 +11,8 @@ from benchmarks.card import shapes
 from benchmarks.card.shapes import Oracle
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import Drafter
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.engine.request import StepRecord
 from outpace.models.base import Model
 from outpace.models.torch.graphs import Waits
@@ -41,7 +41,7 @@ def test_a_step_waits_once_for_its_choices_and_once_for_a_learned_draft(
     drafter: Drafter | None = Oracle(target.info.vocab_size, 0.7) if kind == "oracle" else None
     if kind == "eagle":
         checkpoint = eagles.random(target, range(0, target.info.vocab_size, 16), (1, 2, 4), fc_norm=True)
-        drafter = EagleDrafter(TorchEagle(target, checkpoint), (1, 2, 4), "eagle", target.info.vocab_size)
+        drafter = LearnedDrafter(TorchEagle(target, checkpoint), (1, 2, 4), "eagle", target.info.vocab_size)
     waits = Waits()
     counts: list[tuple[int, StepRecord]] = []
     engine = Engine(

@@ -17,10 +17,10 @@ import torch
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext, DraftCost, Event
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.eagle import CATCH_UP, Ask, EagleDrafter, EagleRuntime
-from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.drafter import CATCH_UP, Ask, LearnedDrafter, Network
+from outpace.drafters.learned.native import NativeEagle
+from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.drafters.learned.picks import RIVALS, chosen
-from outpace.drafters.learned.torch_eagle import TorchEagle
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise
@@ -36,16 +36,16 @@ LAYERS = (0, 1, 2)
 IDS = (0, 1, 3, 4, 5, 7, 8, 10, 11)
 
 
-def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> EagleRuntime:
+def head_of(model: Model, checkpoint: Checkpoint, limit: int | None = None) -> Network:
     """As ``load.head_for`` has it, with weights and keys in float32."""
     if isinstance(model, NativeModel):
         return NativeEagle(model, checkpoint, dtype="float32", kv_dtype="float32", limit=limit)
     return TorchEagle(model, checkpoint, limit=limit)
 
 
-def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **options: Any) -> EagleDrafter:
+def eagle(model: Model, checkpoint: Checkpoint, limit: int | None = None, **options: Any) -> LearnedDrafter:
     head = head_of(model, checkpoint, limit)
-    return EagleDrafter(head, checkpoint.config.hidden_layers, "eagle", model.info.vocab_size, **options)
+    return LearnedDrafter(head, checkpoint.config.hidden_layers, "eagle", model.info.vocab_size, **options)
 
 
 def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
@@ -58,10 +58,10 @@ def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
 
     def after(path: tuple[int, ...]) -> dict[int, float]:
         """The chances of what follows the path."""
-        head.release(0)
-        logits = head.extend([0], [entries], hidden_states)
+        head.kv.release(0)
+        logits, given = head.extend([0], [entries], hidden_states)
         for token in path:
-            logits = head.extend([0], [np.array([token], np.int32)], [None])
+            logits, given = head.extend([0], [np.array([token], np.int32)], given)
         p = np.exp(logits[0].astype(np.float64) - logits.max())
         return dict(zip(IDS, (p / p.sum()).tolist(), strict=True))
 
@@ -69,7 +69,7 @@ def test_a_tree_is_the_union_of_its_chains(load: Load) -> None:
         return float(np.prod([after(path[:n])[token] for n, token in enumerate(path)]))
 
     drafts = head.draft([Ask(0, entries, hidden_states[0], 20, 4, len(IDS))])
-    assert head.length(0) == 9
+    assert head.kv.length(0) == 9
     draft = drafts.row(0)
     paths = [tuple(draft.tokens[n] for n in draft.path(node)) for node in range(len(draft))]
     assert len(set(paths)) == 20
@@ -166,11 +166,11 @@ def test_rejection_draws_from_a_q_over_the_whole_vocabulary(load: Load) -> None:
     assert (drafts.q[..., np.setdiff1d(np.arange(VOCAB), IDS)] == 0).all()
     head, hidden_states = TorchEagle(target.model, checkpoint), target.hidden_states(row)
     assert hidden_states.hidden_states is not None
-    logits = head.extend([0], [hidden_states.tokens], [hidden_states.hidden_states.native])
+    logits, given = head.extend([0], [hidden_states.tokens], [hidden_states.hidden_states.native])
     for n, token in enumerate(drafts.tokens[0]):
         p = np.exp(logits[0].astype(np.float64) - logits.max())
         np.testing.assert_allclose(drafts.q[0, n, IDS], p / p.sum(), rtol=1e-4)
-        logits = head.extend([0], [np.array([token], np.int32)], [None])
+        logits, given = head.extend([0], [np.array([token], np.int32)], given)
 
 
 SPECS: list[tuple[str, dict[str, Any], str]] = [

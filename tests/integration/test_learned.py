@@ -21,13 +21,12 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.configs import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.load import medusa_for, parallel_for
-from outpace.drafters.learned.medusa import MedusaDrafter, filled, tree_of
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.layouts import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
+from outpace.drafters.learned.load import layers_of, network_for
+from outpace.drafters.learned.medusa import HeadsNetwork, filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
-from outpace.drafters.learned.parallel import ParallelDrafter
 from outpace.drafters.learned.picks import likeliest
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.registry import build, parse
@@ -85,15 +84,11 @@ def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
     return learned.random_checkpoint(seed, config, head=own, embedding=own, ids=IDS)
 
 
-def drafter_of(model: Model, checkpoint: Checkpoint) -> EagleDrafter | ParallelDrafter | MedusaDrafter:
+def drafter_of(model: Model, checkpoint: Checkpoint) -> LearnedDrafter:
     config = checkpoint.config
     if isinstance(config, EagleConfig):
-        return EagleDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
-    if isinstance(config, MedusaConfig):
-        tree = tree_of("medusa", config.tree, config.heads)
-        return MedusaDrafter(medusa_for(checkpoint, model, tree), tree, model.info.layers - 1, "medusa")
-    assert isinstance(config, ParallelConfig)
-    return ParallelDrafter(parallel_for(checkpoint, model), config.hidden_layers, "parallel", VOCAB)
+        return LearnedDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
+    return LearnedDrafter(network_for(checkpoint, model), layers_of(checkpoint, model), checkpoint.method, VOCAB)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,8 +133,8 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
             states = medusa(tensor(parts.norm(hidden_states.native[-1:, 0])))[0]
         rows = [tensor(w[f"lm_heads.{k}.weight"]) if config.own_heads else head for k in range(config.heads)]
         logits = [(its @ x).numpy() for its, x in zip(rows, states, strict=True)]
-        assert isinstance(drafter, MedusaDrafter)
-        tree = config.tree or drafter._tree
+        assert isinstance(drafter._network, HeadsNetwork)
+        tree = config.tree or drafter._network.tree
         grown = filled(tree, [likeliest(its, len(IDS)) for its in logits], ids, 8)
         assert found.row(0).tokens == grown.tokens
         assert found.row(0).parents == grown.parents

@@ -24,7 +24,7 @@ from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned import shipped
 from outpace.drafters.learned.checkpoint import read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.eagle import EagleDrafter
+from outpace.drafters.learned.drafter import LearnedDrafter
 from outpace.drafters.registry import build, parse
 from outpace.errors import DrafterError
 from outpace.models.base import Model
@@ -82,7 +82,7 @@ def chosen(model: Model) -> shipped.Choice:
 def test_its_names_lead_to_it(name: str, model: Model, place: Path) -> None:
     put(place, model, default=False)
     drafter = built(f"eagle:{name},branch=1", model)
-    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter, LearnedDrafter)
     assert drafter.name == f"eagle:{name}"  # not where it happens to lie
     assert drafter.needs.hidden_layers == (0, 1, 2)
     drafter.close()

@@ -213,12 +213,12 @@ def feed(
 
 def check_rows(held: Any, rows: Iterable[int]) -> None:
     """A drafter's network has KV for ``rows`` alone; its other memory is poisoned, so that nothing reads it unseen."""
-    held.check(list(rows))
-    held._network.model.kv_poison()
+    held.kv.check(list(rows))
+    held.kv.model.kv_poison()
 
 
 def release_all(held: Any, rows: Iterable[int]) -> None:
     """``rows`` are let go, after which it holds nothing."""
     for row in list(rows):
-        held.release(row)
-    assert held.bytes == 0
+        held.kv.release(row)
+    assert held.kv.bytes == 0

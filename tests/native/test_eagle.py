@@ -14,9 +14,9 @@ from native_helpers import BLOCKS, Tiny, check_rows, dequantized, feed, packed, 
 
 from outpace import _native
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.configs import Decoder, EagleConfig
-from outpace.drafters.learned.eagle import Ask
-from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.layouts import Decoder, EagleConfig
+from outpace.drafters.learned.native import NativeEagle
 from outpace.errors import DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.noise import Noise, Stream
 from outpace.exact.sampling import Chooser
@@ -108,15 +108,15 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
     head.feed([4], [tokens[:16]], [hidden_states[:16]])
     real = tokens[16:], hidden_states[16:]
     expected = reference.logits(tokens, hidden_states, [])
-    got = head.extend([4], [real[0]], [real[1]])[0]
+    (got,), given_ = head.extend([4], [real[0]], [real[1]])
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
     path: list[int] = []
     for _ in range(3):
         path.append(int(head.ids[np.argmax(got)]))
         expected = reference.logits(tokens, hidden_states, path)
-        got = head.extend([4], [np.array(path[-1:], np.int32)], [None])[0]
+        (got,), given_ = head.extend([4], [np.array(path[-1:], np.int32)], given_)
         np.testing.assert_allclose(got, expected, atol=5e-4 * np.abs(expected).max())
-    head.truncate(4, 16)
+    head.kv.truncate(4, 16)
     known: dict[tuple[int, ...], Any] = {}
 
     def logits_after(path: tuple[int, ...]) -> Any:
@@ -127,7 +127,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
     for choice in (None, chooser(0.8)):
         for nodes, levels, branch in ((4, 4, 1), (16, 4, 4), (3, 2, 2)):
             drafts = head.draft([Ask(4, *real, nodes, levels, branch, choice)])
-            assert head.length(4) == 20
+            assert head.kv.length(4) == 20
             paths = paths_of(drafts, 0)
             wanted = grown(logits_after, reference.ids, nodes, levels, branch, choice)
             # What is nearly as likely as the last one that fits may take its place.
@@ -137,7 +137,7 @@ def test_network(options: dict[str, Any], own: bool, tiny: Tiny, isa: str, rng: 
                 assert (path_ in paths and path_ in wanted) or abs(chance - least) < 1e-3 * least, path_
             for path_ in paths.keys() & wanted.keys():
                 assert abs(paths[path_] - wanted[path_]) < 2e-3 * wanted[path_]
-            head.truncate(4, 16)
+            head.kv.truncate(4, 16)
     head.close()
     model.close()
 
@@ -152,11 +152,12 @@ def test_trees_are_the_union_of_their_chains(target: NativeModel, rng: np.random
     paths = paths_of(drafts, 0)
     assert max(map(len, paths)) > 2
     for path, chance in paths.items():
-        head.truncate(0, 63)
-        logits, expected = head.extend([0], [last[0]], [last[1]])[0], 1.0
+        head.kv.truncate(0, 63)
+        (logits,), given_ = head.extend([0], [last[0]], [last[1]])
+        expected = 1.0
         for depth, token in enumerate(path):
             if depth:
-                logits = head.extend([0], [np.array([path[depth - 1]], np.int32)], [None])[0]
+                (logits,), given_ = head.extend([0], [np.array([path[depth - 1]], np.int32)], given_)
             scaled = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
             expected *= scaled[np.searchsorted(head.ids, token)] / scaled.sum()
         assert abs(chance - expected) <= 1e-7 * expected
@@ -182,7 +183,7 @@ def test_no_bit_depends_on_company(
             for i, (tokens, hidden_states, plan) in enumerate(rows)
         ]
         for i, (tokens, hidden_states, _) in enumerate(rows):  # in pieces
-            head.truncate(i, 0)
+            head.kv.truncate(i, 0)
             for start in range(0, len(tokens) - 1, 3 + 17 * i):
                 end = min(start + 3 + 17 * i, len(tokens) - 1)
                 head.feed([i], [tokens[start:end]], [hidden_states[start:end]])
@@ -196,7 +197,7 @@ def test_no_bit_depends_on_company(
             assert paths_of(its, 0) == paths_of(together, i), i
         assert before is None or all(same(a, b) for a, b in zip(before, alone, strict=True))
         before = alone
-        head.check(range(4))
+        head.kv.check(range(4))
         head.close()
         model.close()
 
@@ -221,25 +222,25 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
                 asks.append(Ask(row, tokens, hidden_states, *plan))
             drafts = head.draft(asks)
             for i, ask in enumerate(asks):
-                assert head.length(ask.row) == len(kept[ask.row])
+                assert head.kv.length(ask.row) == len(kept[ask.row])
                 tokens_, states_ = (np.array(column) for column in zip(*kept[ask.row], strict=True))
                 expected = alone.draft([ask._replace(row=0, tokens=tokens_, hidden_states=states_)])
                 assert paths_of(drafts, i) == paths_of(expected, 0)
-                alone.release(0)
+                alone.kv.release(0)
         elif what == "fork" and kept:
             src = data.draw(st.sampled_from(sorted(kept)))
             n, dst = data.draw(st.integers(0, len(kept[src]))), 6 + max(kept)
-            head.fork(src, dst, n)
+            head.kv.fork(src, dst, n)
             kept[dst] = kept[src][:n]
         elif what == "cut" and kept:
             row = data.draw(st.sampled_from(sorted(kept)))
             kept[row] = kept[row][: data.draw(st.integers(0, len(kept[row])))]
-            head.truncate(row, len(kept[row]))
+            head.kv.truncate(row, len(kept[row]))
         elif what == "release" and kept:
             row = data.draw(st.sampled_from(sorted(kept)))
             del kept[row]
-            head.release(row)
-            assert head.length(row) == 0
+            head.kv.release(row)
+            assert head.kv.length(row) == 0
         check_rows(head, kept)
     release_all(head, kept)
 
@@ -253,8 +254,8 @@ def test_children_are_those_of_the_largest_scores(
     head = NativeEagle(model, random_checkpoint(rng, config(), sharp=3.0))
     for seed in range(6):
         its = entries(rng, 1)
-        logits = head.extend([0], *([part] for part in its))[0].astype(np.float64)
-        head.release(0)
+        logits = head.extend([0], *([part] for part in its))[0][0].astype(np.float64)
+        head.kv.release(0)
         its_chooser = chooser(temperature, seed)
         scaled = logits / (temperature or 1.0)
         noise = its_chooser.noise.gumbel(its_chooser.index, head.ids, Stream.CHOICE) if temperature else 0.0
@@ -264,7 +265,7 @@ def test_children_are_those_of_the_largest_scores(
         weights = np.exp(scaled + noise - (scaled + noise).max())
         rest = order if temperature else slice(None)
         np.testing.assert_allclose(drafts.confidence[0], (weights / weights[rest].sum())[order], rtol=1e-6)
-        head.release(0)
+        head.kv.release(0)
     head.close()
     model.close()
 
@@ -285,16 +286,16 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
     one, two = entries(rng, 60), entries(rng, 64)
     head.feed([1], [one[0]], [one[1]])
     head.feed([2], [two[0]], [two[1]])
-    assert head.bytes == 2 * block
-    assert head.growth(1, 64) == 0
-    assert head.growth(1, 65) == block == head.growth(9, 3)
+    assert head.kv.bytes == 2 * block
+    assert head.kv.growth(1, 64) == 0
+    assert head.kv.growth(1, 65) == block == head.kv.growth(9, 3)
     more = entries(rng, 5)
     asks = [Ask(1, *more, 4, 4, 1), Ask(2, *more, 4, 4, 1), Ask(3, *more, 4, 4, 1)]
     with pytest.raises(MemoryLimitError, match="kv_memory"):
         head.draft(asks)
-    assert [head.length(row) for row in (1, 2, 3)] == [60, 64, 0]
-    assert head.bytes == 2 * block
-    head.check([1, 2])
+    assert [head.kv.length(row) for row in (1, 2, 3)] == [60, 64, 0]
+    assert head.kv.bytes == 2 * block
+    head.kv.check([1, 2])
     broken = more[1].copy()
     broken[-1, 1, 3] = np.nan
     with pytest.raises(NotFiniteError, match="check its weights"):
@@ -311,18 +312,16 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
             head.draft([wrong])
     with pytest.raises(ValueError, match="appears twice"):
         head.draft([asks[0], asks[0]])
-    assert head.length(1) == 60
+    assert head.kv.length(1) == 60
     plain = NativeEagle(target, checkpoint)
     plain.feed([0], [one[0]], [one[1]])
     assert same(head.draft([asks[0]]), plain.draft([asks[0]._replace(row=0)]))
     with pytest.raises(ValueError, match="must not be there"):
-        head.fork(1, 2, 3)
-    with pytest.raises(ValueError, match="a predicted entry"):
-        head.extend([1], [more[0][:1]], [None])
+        head.kv.fork(1, 2, 3)
     for row in (1, 2):
-        head.release(row)
-    head.check([])
-    assert head.bytes == 0
+        head.kv.release(row)
+    head.kv.check([])
+    assert head.kv.bytes == 0
     head.close()
     head.close()
     with pytest.raises(ValueError, match="closed"):
@@ -375,14 +374,14 @@ def test_drafters_and_their_target_compute_for_threads_of_python_at_once(
     ask, text = Ask(0, *entries(rng, 70), 12, 4, 3, chooser(0.8)), rng.integers(0, VOCAB, 40)
     said = feed(target, target.kv.alloc(), text)
     drafted = heads[0].draft([ask])
-    heads[0].release(0)
+    heads[0].kv.release(0)
 
     def work(i: int) -> None:
         for _ in range(5):
             if i < len(heads):
                 assert same(heads[i].draft([ask]), drafted)
-                heads[i].check([0])
-                heads[i].release(0)
+                heads[i].kv.check([0])
+                heads[i].kv.release(0)
             else:
                 row = target.kv.alloc()
                 assert np.array_equal(feed(target, row, text, 9), said)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from native_helpers import Tiny, check_rows, release_all
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.configs import Decoder, ParallelConfig
-from outpace.drafters.learned.native_runtime import NativeParallel
-from outpace.drafters.learned.parallel import BlockDrafts
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.layouts import Decoder, ParallelConfig
+from outpace.drafters.learned.native import NativeParallel, described
 from outpace.drafters.learned.picks import RIVALS, chosen
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.noise import Noise
@@ -34,18 +34,8 @@ def checkpoint(seed: int = 0, **options: Any) -> Checkpoint:
     return learned.random_checkpoint(seed, config)
 
 
-class Picks:
-    """As the drafter's own: the noise chooses. What it was told stays."""
-
-    def __init__(self, temperature: float, seed: int) -> None:
-        self.noise: Chooser | None = Chooser(SamplingParams(temperature=temperature), Noise(seed, 1), 5)
-        self.chances: list[float] = []
-
-    def __call__(self, logits: Any) -> int:
-        raise AssertionError("noise alone decides")
-
-    def took(self, chances: list[float]) -> None:
-        self.chances = chances
+def chooser(temperature: float, seed: int) -> Chooser:
+    return Chooser(SamplingParams(temperature=temperature), Noise(seed, 1), 5)
 
 
 class Row(NamedTuple):
@@ -63,16 +53,15 @@ def some(rng: np.random.Generator, n: int, slots: int = BLOCK, temperature: floa
 
 
 def said(blocks: NativeParallel, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
-    """What one call drafts for rows that were read for: places, and chances to the bit."""
-    its = list(rows.values())
-    ends, slots = ([(int(row.positions[-1]) + 1, row.slots)[k] for row in its] for k in (0, 1))
-    picks = [Picks(row.temperature, n) if row.temperature else None for n, row in rows.items()]
-    found: BlockDrafts = blocks.draft(
-        list(rows), np.array([row.anchor for row in its], np.int32), np.array(ends, np.int32), picks,
-        np.array(slots, np.int32),
-    )  # fmt: skip
+    """What one call drafts for rows that were read for: tokens, and path probabilities to the bit."""
+    none, asks = np.zeros(0, np.int32), []
+    for n, row in rows.items():
+        choice, at = chooser(row.temperature, n), int(row.positions[-1]) + 1
+        asks.append(Ask(n, none, None, row.slots, row.slots, 1, choice, 0.0, row.anchor, at))
+    found = blocks.draft(asks)
+    assert found.confidence is not None
     return {
-        n: (found.places[i, : row.slots].tolist(), found.chance[i, : row.slots].tolist())
+        n: (found.tokens[i, : row.slots].tolist(), found.confidence[i, : row.slots].tolist())
         for i, (n, row) in enumerate(rows.items())
     }
 
@@ -96,16 +85,17 @@ def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.rand
         model.runtime.claims = threads == 3
         blocks, again = NativeParallel(model, its), NativeParallel(model, its)
         for i, row in rows.items():
-            blocks.read([i], [row.hidden_states], [row.positions])
+            blocks.feed([i], [row.positions], [row.hidden_states], [row.positions])
             for at in range(0, len(row.positions), 3 + 17 * i):
                 end = at + 3 + 17 * i
-                again.read([i], [row.hidden_states[at:end]], [row.positions[at:end]])
+                part = row.positions[at:end]
+                again.feed([i], [part], [row.hidden_states[at:end]], [part])
         alone = {i: said(blocks, {i: row})[i] for i, row in rows.items()}
         assert said(again, rows) == alone == said(blocks, dict(reversed(rows.items())))
         assert before is None or before == alone
         before = alone
         for each in (blocks, again):
-            each.check(list(rows))
+            each.kv.check(list(rows))
             each.close()
         model.close()
 
@@ -130,27 +120,29 @@ def test_ragged_calls(target: NativeModel, data: st.DataObject) -> None:
             if new.positions[-1] + BLOCK >= 512:
                 continue
             n = 0 if old is None else len(old.positions)
-            blocks.read([row], [new.hidden_states[n:]], [new.positions[n:].astype(np.int32)])
+            at = new.positions[n:].astype(np.int32)
+            blocks.feed([row], [at], [new.hidden_states[n:]], [at])
             kept[row] = new
         elif what == "draft" and kept:
             for row, its in said(blocks, kept).items():
-                fresh.read([0], [kept[row].hidden_states], [kept[row].positions])
+                at = kept[row].positions.astype(np.int32)
+                fresh.feed([0], [at], [kept[row].hidden_states], [at])
                 assert said(fresh, {0: kept[row]})[0] == its
-                fresh.release(0)
+                fresh.kv.release(0)
         elif what == "fork" and kept:
             src, dst = data.draw(st.sampled_from(sorted(kept))), 4 + max(kept)
             end = data.draw(st.integers(1, int(kept[src].positions[-1]) + 1))
             n = int(np.searchsorted(kept[src].positions, end))
-            blocks.fork(src, dst, end)
             if n:
+                blocks.kv.fork(src, dst, n)
                 kept[dst] = kept[src]._replace(
                     hidden_states=kept[src].hidden_states[:n], positions=kept[src].positions[:n]
                 )
         elif what == "release" and kept:
             row = data.draw(st.sampled_from(sorted(kept)))
             del kept[row]
-            blocks.release(row)
-            assert blocks.end(row) == 0
+            blocks.kv.release(row)
+            assert blocks.kv.length(row) == 0
         check_rows(blocks, kept)
     release_all(blocks, kept)
 
@@ -165,18 +157,17 @@ def test_tokens_are_those_of_the_largest_scores(
     blocks = NativeParallel(target, its)
     for seed in range(4):
         row = some(rng, 20, temperature=temperature)
-        blocks.read([seed], [row.hidden_states], [row.positions])
-        places, chances = said(blocks, {seed: row})[seed]
+        blocks.feed([seed], [row.positions], [row.hidden_states], [row.positions])
+        tokens, confidence_ = said(blocks, {seed: row})[seed]
+        chances = np.array(confidence_) / np.array([1.0, *confidence_[:-1]])
         ask = seed, row.anchor, 20, BLOCK, None
-        normed, logits = blocks._network.parallel.states([ask])
+        normed, logits = blocks.kv.network.states([ask])
         token = row.anchor
         for slot, found in enumerate(logits):
-            before, bias = blocks._network.parallel.bias(np.array([token], np.int32))
+            before, bias = blocks.kv.network.bias(np.array([token], np.int32))
             found = found + bias[0]
             if temperature:
-                chooser = Picks(temperature, seed).noise
-                assert chooser is not None
-                (place,), (gain,) = chosen(found, blocks.ids, chooser, slot, 1)
+                (place,), (gain,) = chosen(found, blocks.ids, chooser(temperature, seed), slot, 1)
                 chance = float(np.exp(gain))
             elif confidence:
                 place = int(found.argmax())
@@ -185,7 +176,7 @@ def test_tokens_are_those_of_the_largest_scores(
             else:
                 place = int(found.argmax())
                 chance = float(1 / np.exp(found.astype(np.float64) - found.max()).sum())
-            assert places[slot] == place
+            assert tokens[slot] == blocks.ids[place]
             np.testing.assert_allclose(chances[slot], chance, rtol=1e-4)
             token = int(blocks.ids[place])
     assert RIVALS == 8  # kShared of native/model/parallel.cpp
@@ -194,40 +185,38 @@ def test_tokens_are_those_of_the_largest_scores(
 
 def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
     blocks, row = NativeParallel(target, checkpoint()), some(rng, 60)
-    blocks.read([1], [row.hidden_states], [row.positions])
-    expected, size = said(blocks, {1: row}), blocks.bytes
-    native, its = blocks._network.parallel, 1
+    blocks.feed([1], [row.positions], [row.hidden_states], [row.positions])
+    expected, size = said(blocks, {1: row}), blocks.kv.bytes
+    native, its = blocks.kv.network, 1
     broken = row.hidden_states.copy()
     broken[3, 1, 3] = np.nan
-    blocks.read([2], [broken], [row.positions])
+    blocks.feed([2], [row.positions], [broken], [row.positions])
     with pytest.raises(NotFiniteError, match="check its weights"):
         said(blocks, {1: row, 2: row})
-    blocks.release(2)
+    blocks.kv.release(2)
     for asks, wrong in (
         ([(its, VOCAB, 60, 1, None)], "token 1000 is not"),
         ([(its, 1, 60, 8, None)], "8 slots of 7"),
         ([(its, 1, 512, 1, None)], "position 512"),
-        ([(its, 1, 60, 1, (np.inf, 0, 0, 0))], "temperature"),
+        ([(its, 1, 60, 1, {**(described(chooser(1.0, 0)) or {}), "temperature": np.inf})], "temperature"),
         ([(its, 1, 60, 1, None)] * 2, "appears twice"),
         ([], "nothing"),
     ):
         with pytest.raises(ValueError, match=wrong):
             native.draft(asks)
     with pytest.raises(ValueError, match="differ in length"):
-        blocks.rows.read([(its, row.hidden_states, row.positions[:5])])
+        native.read([(its, row.hidden_states, row.positions[:5])])
     with pytest.raises(ValueError, match="must be"):
-        blocks.rows.read([(its, row.hidden_states[:, :2].copy(), row.positions)])
+        native.read([(its, row.hidden_states[:, :2].copy(), row.positions)])
     with pytest.raises(ValueError, match="more than 512"):
-        blocks.rows.read(
-            [(its, rng.normal(size=(453, LAYERS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))]
-        )
+        native.read([(its, rng.normal(size=(453, LAYERS, HIDDEN)).astype(np.float32), np.arange(453, dtype=np.int32))])
     assert said(blocks, {1: row}) == expected
-    assert blocks.bytes == size
-    blocks.check([1])
+    assert blocks.kv.bytes == size
+    blocks.kv.check([1])
     blocks.close()
     blocks.close()
     with pytest.raises(ValueError, match="closed"):
-        blocks.growth(1, 3)
+        blocks.kv.growth(1, 3)
 
 
 def test_checkpoints_that_do_not_fit(target: NativeModel) -> None:

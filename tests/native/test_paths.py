@@ -16,9 +16,8 @@ from test_eagle import LAYERS, VOCAB, chooser, config
 from test_parallel_network import checkpoint, said, some
 
 from outpace import Engine, SamplingParams, _native
-from outpace.drafters.learned.eagle import Ask
-from outpace.drafters.learned.native_eagle import NativeEagle
-from outpace.drafters.learned.native_runtime import NativeParallel
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.native import NativeEagle, NativeParallel
 from outpace.errors import ParameterError
 from outpace.measure.replay import engine_for, replay
 from outpace.measure.trace import read, tracing
@@ -190,7 +189,7 @@ def test_an_eagle(kv_dtype: str, tiny: Tiny, rng: np.random.Generator) -> None:
             made = head.draft([Ask(0, tokens[-1:], states[-1:], 16, 4, 4, choice)])
             row = made.row(0)
             found += [np.array(row.tokens), np.array(row.parents), *bits(made.confidence[0])]
-            head.truncate(0, 70)
+            head.kv.truncate(0, 70)
         head.close()
         model.close()
         return np.concatenate([np.ravel(values) for values in found])
@@ -205,7 +204,7 @@ def test_a_block_drafter(tiny: Tiny, rng: np.random.Generator) -> None:
         model = tiny.load("Q8_0", "llama", {"vocab": VOCAB}, isa=path, threads=2)
         blocks = NativeParallel(model, checkpoint())
         for i, row in rows.items():
-            blocks.read([i], [row.hidden_states], [row.positions])
+            blocks.feed([i], [row.positions], [row.hidden_states], [row.positions])
         found = said(blocks, rows)
         blocks.close()
         model.close()

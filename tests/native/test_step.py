@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from native_helpers import Grammar, Tiny
 
-import outpace.drafters.learned.eagle
+import outpace.drafters.learned.drafter
 import outpace.engine.step
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import I32
 from outpace.control.cost import Cost
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.lookup.datastore import Datastore, build
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.lookup.recycling import RecyclingDrafter
@@ -148,7 +148,7 @@ def told(result: Result) -> Result:
     return replace(result, stats=stats)
 
 
-def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -> EagleDrafter:
+def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -> LearnedDrafter:
     """Guesses what the model greedily says after a token, whatever is before it; the reference's rows are Python's."""
     model.__class__ = NativeModel
     tokens = np.arange(VOCAB, dtype=np.int32)
@@ -158,12 +158,12 @@ def learned(model: NativeModel, native: bool, branch: int, blocks: int | None) -
     for row in rows:
         model.kv.free(row)
     its = table(model, range(VOCAB), (1, 0, 1), follows.tolist())
-    limit = None if blocks is None else blocks * NativeEagle(model, its, dtype="float32").growth(0, 1)
+    limit = None if blocks is None else blocks * NativeEagle(model, its, dtype="float32").kv.growth(0, 1)
     head = NativeEagle(model, its, dtype="float32", limit=limit)
     if not native:
         watch(model)
         head.native_rows = lambda *_: None  # type: ignore[method-assign]
-    return EagleDrafter(head, its.config.hidden_layers, "eagle", VOCAB, branch=branch)
+    return LearnedDrafter(head, its.config.hidden_layers, "eagle", VOCAB, branch=branch)
 
 
 def run(
@@ -241,7 +241,7 @@ def test_learned_drafters_are_equal_to_the_reference(
 ) -> None:
     """Rows that begin and end, share prompts and are kept, read ahead, or find no memory (``blocks``: that the
     network's rows may take): it hears the same, and drafts the same."""
-    monkeypatch.setattr(outpace.drafters.learned.eagle, "CATCH_UP", options.get("catch_up", 256))
+    monkeypatch.setattr(outpace.drafters.learned.drafter, "CATCH_UP", options.get("catch_up", 256))
     found = []
     for native in (True, False):
         model = loaded(tiny, native)

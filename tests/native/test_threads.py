@@ -24,8 +24,8 @@ from outpace import AsyncEngine, Engine, OutpaceError, Result, SamplingParams
 from outpace.drafters.base import Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
-from outpace.drafters.learned.eagle import EagleDrafter
-from outpace.drafters.learned.native_eagle import NativeEagle
+from outpace.drafters.learned.drafter import LearnedDrafter
+from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.lookup.recycling import RecyclingDrafter
 from outpace.drafters.lookup.suffix import SuffixDrafter
 from outpace.engine.results import Delta
@@ -192,7 +192,7 @@ class Users:
 
 def eagle(model: Any, tiny: Tiny) -> Drafter:
     checkpoint = random_eagle(model, range(VOCAB), (0, 1, 0))
-    return EagleDrafter(NativeEagle(model, checkpoint, dtype="float32"), (0, 1, 0), "eagle", VOCAB)
+    return LearnedDrafter(NativeEagle(model, checkpoint, dtype="float32"), (0, 1, 0), "eagle", VOCAB)
 
 
 def draft_model(model: Any, tiny: Tiny) -> Drafter:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.networks.eagle import EagleNetwork
-from outpace.drafters.learned.torch_eagle import TorchEagle
+from outpace.drafters.learned.networks.eagle import EagleNetwork, TorchEagle
 from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.methods.eagle import AnchoredAttention, initialise, unroll
 from outpace.training.options import EagleOptions
@@ -58,9 +57,12 @@ def served(runtime, batch, sequence, anchor, steps):
     """Logits [steps, D] after real entries up to ``anchor`` of one sequence, one entry at a time from there."""
     first, n = batch.starts[sequence], anchor + 1
     tokens = batch.tokens[first : batch.starts[sequence + 1]].numpy().astype(np.int32)
-    runtime.release(0)
-    found = [runtime.extend([0], [tokens[1 : n + 1]], [batch.states[first : first + n, :-1].detach()])[0]]
-    found += [runtime.extend([0], [tokens[n + s : n + s + 1]], [None])[0] for s in range(1, steps)]
+    runtime.kv.release(0)
+    logits, given = runtime.extend([0], [tokens[1 : n + 1]], [batch.states[first : first + n, :-1].detach()])
+    found = [logits[0]]
+    for s in range(1, steps):
+        logits, given = runtime.extend([0], [tokens[n + s : n + s + 1]], given)
+        found.append(logits[0])
     return torch.from_numpy(np.stack(found))
 
 

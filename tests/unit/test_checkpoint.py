@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
-from outpace.drafters.learned.configs import Decoder, EagleConfig, MedusaConfig, tensor_shapes
+from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, eagle_layers, tensor_shapes
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
 from outpace.models.weights import safetensors
@@ -269,4 +268,4 @@ def test_a_decoder_is_what_it_says(tmp_path: Path) -> None:
     its = read(put(tmp_path / "it", SPECULATORS, tensors)).config
     assert isinstance(its, EagleConfig)
     assert its.decoder == Decoder(8, 1, 2, 1, 4, 16, 1e-5, 5000.0, 64)
-    assert checkpoints.eagle_layers(30) == (1, 14, 26)
+    assert eagle_layers(30) == (1, 14, 26)

@@ -21,12 +21,10 @@ import numpy as np
 
 from outpace.common.files import StrPath, write_json
 from outpace.drafters.learned import layouts
-from outpace.drafters.learned.configs import (
+from outpace.drafters.learned.layouts import (
     Config,
-    Decoder,
     EagleConfig,
     MedusaConfig,
-    ParallelConfig,
     eagle_layers,
     embedding_shape,
     head_shapes,
@@ -38,22 +36,6 @@ from outpace.models.base import ModelInfo
 from outpace.models.weights import q4_1, safetensors
 from outpace.models.weights.facts import Facts, read_config
 from outpace.models.weights.file_bytes import StoredTensor
-
-__all__ = [
-    "FORMAT",
-    "Checkpoint",
-    "Config",
-    "Decoder",
-    "EagleConfig",
-    "MedusaConfig",
-    "ParallelConfig",
-    "checksum",
-    "eagle_layers",
-    "fit",
-    "fit_shape",
-    "read",
-    "write",
-]
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -96,7 +78,7 @@ def read(path: StrPath) -> Checkpoint:
             stored = {name: _quantized(tensor) for name, tensor in stored.items()}
     names = layouts.canonical(stored, config)
     found = {name: stored[stored_name] for name, stored_name in names.items()}
-    method, described = _describe(facts, own, config, {name: tensor.shape for name, tensor in found.items()})
+    method, described = layouts.describe(facts, own, config, {name: tensor.shape for name, tensor in found.items()})
     if own.get("method", method) != method:
         raise own.fail(f"its method is {own.get('method')!r}, but its layout is of {method!r}: export it again")
     tensors = _tensors(facts, described, found, head_needed=_head_needed(own, described))
@@ -282,17 +264,6 @@ def _check_own(own: Facts, folder: Path) -> None:
             f"{folder / WEIGHTS} is not the file that config.json was written for (checksum {found}, "
             f"not {own.get('weights')}): writing was interrupted, or a file was replaced; export it again"
         )
-
-
-def _describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: layouts.Shapes) -> tuple[str, Config]:
-    if "speculators_model_type" in config:
-        return layouts.speculators(facts, shapes)
-    if layouts.is_medusa(config):
-        return layouts.medusa(facts, own, shapes)
-    if layouts.is_eagle(facts, shapes):
-        return layouts.flat_eagle(facts, shapes)
-    named = config.get("architectures") or config.get("model_type")
-    raise facts.fail(f"it describes {named!r}: give a drafter in the layout of speculators, EAGLE-3 or Medusa")
 
 
 def _head_needed(own: Facts, config: Config) -> bool:

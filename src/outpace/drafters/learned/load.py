@@ -3,106 +3,79 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
-from outpace.drafters.learned.checkpoint import (
-    Checkpoint,
-    EagleConfig,
-    MedusaConfig,
-    ParallelConfig,
-    fit,
-    read,
-    stranger,
-)
-from outpace.drafters.learned.eagle import BRANCH, EagleDrafter
-from outpace.drafters.learned.medusa import MedusaDrafter, tree_of
-from outpace.drafters.learned.parallel import ParallelDrafter
+from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
+from outpace.drafters.learned.drafter import LearnedDrafter, Network
+from outpace.drafters.learned.layouts import EagleConfig, MedusaConfig
+from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from outpace.drafters.base import DraftContext
-    from outpace.drafters.learned.eagle import EagleRuntime
-    from outpace.drafters.learned.medusa import MedusaRuntime
-    from outpace.drafters.learned.medusa import Path as TreePath
-    from outpace.drafters.learned.parallel import ParallelRuntime
     from outpace.models.base import Model
 
 log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
+_NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the target is native
+    "eagle": {True: "native:NativeEagle", False: "networks.eagle:TorchEagle"},
+    "parallel": {True: "native:NativeParallel", False: "networks.parallel:TorchParallel"},
+    "medusa": {True: "native:NativeMedusa", False: "networks.medusa:TorchMedusa"},
+}
 
 
-def eagle(spec: DrafterSpec, context: DraftContext) -> EagleDrafter:
-    """``eagle:PATH``, or the drafter that comes with Outpace. Raises as ``load_eagle``."""
-    path: StrPath = _path(spec)
-    if path in shipped.NAMES:
-        path = shipped.located(context.target.info, context.options)
-    options = {name: spec.integer(name, None) for name in ("branch", "levels")}
-    return load_eagle(path, context, name=f"eagle:{spec.argument}", quantize=spec.options.get("quantize"), **options)
-
-
-def load_eagle(
-    path: StrPath,
-    context: DraftContext,
-    *,
-    name: str | None = None,
-    branch: int | None = None,
-    levels: int | None = None,
-    quantize: str | None = None,
-) -> EagleDrafter:
-    """``eagle:PATH``. ``name``: what it is called, if not that. ``quantize``: int8 or int4 for its weights, beside a
-    native target.
+def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
+    """``eagle:PATH`` (or the drafter that comes with Outpace), ``parallel:PATH``, ``medusa:PATH``.
 
     Raises ModelError for what cannot be read, DrafterError for what does not fit ``context.target`` or is out of range.
     """
-    name = name or f"eagle:{path}"
-    for option, value, most in (("branch", branch, MOST_BRANCH), ("levels", levels, MOST_LEVELS)):
-        if value is not None and not 1 <= value <= most:
-            raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
-    checkpoint, notes = _fitting("eagle", path, context)
-    config = checkpoint.config
-    assert isinstance(config, EagleConfig)
-    if config.decoder.layers != 1:
-        raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
-    network = eagle_for(checkpoint, context, quantize, name)
-    vocab, wide = context.target.info.vocab_size, BRANCH if branch is None else branch
-    made = EagleDrafter(network, config.hidden_layers, name, vocab, branch=wide, most_levels=levels)
-    made.notes = notes
-    return made
-
-
-def _path(spec: DrafterSpec) -> str:
     assert spec.argument is not None, f"{spec.name} has an argument: the catalogue says so"
-    return spec.argument
-
-
-def parallel(spec: DrafterSpec, context: DraftContext) -> ParallelDrafter:
-    """``parallel:PATH``. Raises as ``load_eagle``."""
-    path = _path(spec)
-    checkpoint, notes = _fitting("parallel", path, context)
-    assert isinstance(checkpoint.config, ParallelConfig)
-    network = parallel_for(checkpoint, context.target)
-    made = ParallelDrafter(network, checkpoint.config.hidden_layers, f"parallel:{path}", context.target.info.vocab_size)
+    name, path = f"{spec.name}:{spec.argument}", spec.argument
+    if spec.name == "eagle" and path in shipped.NAMES:
+        path = str(shipped.located(context.target.info, context.options))
+    options = spec.given(branch="branch", most_levels="levels")
+    for option, most in (("branch", MOST_BRANCH), ("levels", MOST_LEVELS)):
+        if (value := spec.integer(option, None)) is not None and not 1 <= value <= most:
+            raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
+    checkpoint, notes = _fitting(spec.name, path, context)
+    network = network_for(checkpoint, context.target, spec.options.get("quantize"), name)
+    layers, vocab = layers_of(checkpoint, context.target), context.target.info.vocab_size
+    made = LearnedDrafter(network, layers, name, vocab, **options)
     made.notes = notes
     return made
 
 
-def medusa(spec: DrafterSpec, context: DraftContext) -> MedusaDrafter:
-    """``medusa:PATH``. Raises as ``load_eagle``."""
-    path = _path(spec)
-    checkpoint, notes = _fitting("medusa", path, context)
+def network_for(checkpoint: Checkpoint, target: Model, quantize: str | None = None, name: str = "") -> Network:
+    """What computes a checkpoint that fits the target: the target's own backend. ``quantize``: int8 or int4 for its
+    weights, beside a native target. Raises DrafterError."""
+    from outpace.models.native.model import QUANTIZE, NativeModel
+
+    config, native, name = checkpoint.config, isinstance(target, NativeModel), name or checkpoint.method
+    if quantize is not None and quantize not in QUANTIZE:
+        raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
+    if quantize is not None and not native:
+        raise DrafterError(f"{name}: quantize={quantize} needs a target on the native backend: leave it out")
+    if isinstance(config, EagleConfig) and config.decoder.layers != 1:
+        raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
+    given: list[Any] = [] if quantize is None else [quantize]
+    if isinstance(config, MedusaConfig):
+        given.append(tree_of(name, config.tree, config.heads))
+    module, _, made = _NETWORKS[checkpoint.method][native].partition(":")
+    network: Network = getattr(import_module(f"outpace.drafters.learned.{module}"), made)(target, checkpoint, *given)
+    return network
+
+
+def layers_of(checkpoint: Checkpoint, target: Model) -> Sequence[int]:
+    """The target's layers whose outputs the network of a checkpoint that fits reads, in its order."""
     config = checkpoint.config
-    assert isinstance(config, MedusaConfig)
-    name, layer = f"medusa:{path}", context.target.info.layers - 1
-    tree = tree_of(name, config.tree, config.heads)
-    made = MedusaDrafter(medusa_for(checkpoint, context.target, tree), tree, layer, name)
-    made.notes = notes
-    return made
+    return (target.info.layers - 1,) if isinstance(config, MedusaConfig) else config.hidden_layers
 
 
 def _fitting(method: str, path: StrPath, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -119,46 +92,3 @@ def _fitting(method: str, path: StrPath, context: DraftContext) -> tuple[Checkpo
     note = f"{name}: {difference}, so its drafts may rarely be accepted: train one beside this target"
     log.warning("%s", note)
     return checkpoint, (note,)
-
-
-def parallel_for(checkpoint: Checkpoint, target: Model) -> ParallelRuntime:
-    """What computes a parallel drafter's network: a native target's runtime, torch beside one of transformers."""
-    from outpace.models.native.model import NativeModel
-
-    if isinstance(target, NativeModel):
-        from outpace.drafters.learned.native_runtime import NativeParallel
-
-        return NativeParallel(target, checkpoint)
-    from outpace.drafters.learned.torch_runtime import TorchParallel
-
-    return TorchParallel(target, checkpoint)
-
-
-def medusa_for(checkpoint: Checkpoint, target: Model, tree: Sequence[TreePath]) -> MedusaRuntime:
-    """What computes Medusa's heads: a native target's runtime, torch beside one of transformers."""
-    from outpace.models.native.model import NativeModel
-
-    if isinstance(target, NativeModel):
-        from outpace.drafters.learned.native_runtime import NativeMedusa
-
-        return NativeMedusa(target, checkpoint, tree)
-    from outpace.drafters.learned.torch_runtime import TorchMedusa
-
-    return TorchMedusa(target, checkpoint)
-
-
-def eagle_for(checkpoint: Checkpoint, context: DraftContext, quantize: str | None, name: str) -> EagleRuntime:
-    """What computes EAGLE's network: the target's own backend. Raises DrafterError."""
-    from outpace.models.native.model import QUANTIZE, NativeModel
-
-    if quantize is not None and quantize not in QUANTIZE:
-        raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
-    if isinstance(context.target, NativeModel):
-        from outpace.drafters.learned.native_eagle import NativeEagle
-
-        return NativeEagle(context.target, checkpoint, quantize)
-    if quantize is not None:
-        raise DrafterError(f"{name}: quantize={quantize} needs a target on the native backend: leave it out")
-    from outpace.drafters.learned.torch_eagle import TorchEagle
-
-    return TorchEagle(context.target, checkpoint)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outpace import _fast
 from outpace.common.arrays import F32, I32
-from outpace.drafters.base import Drafter, DrafterNeeds, Event, RowView, levels
+from outpace.drafters.learned.drafter import Ask, Network
 from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.drafts import Draft, Drafts
@@ -32,95 +31,37 @@ Path = tuple[
 Candidates = tuple[list[int], list[float]]  # of a head: indices into the draft vocabulary, logarithms of chances
 
 
-class MedusaRuntime(Protocol):
-    """The heads, and of each row the target's last state before the pending token."""
-
-    ids: I32  # the target's token ids [D] of the draft vocabulary, ascending
-
-    @property
-    def rows(self) -> _fast.native.MedusaRows | None:
-        """Draft with them in C++; None: not there."""
-
-    def keep(self, row: int, position: int, state: Any) -> None:
-        """The last layer's output [h] before the pending token, which stands at ``position``; in the arrays of the
-        target's backend."""
-
-    def position(self, row: int) -> int:
-        """Where the row's pending token stood; -1 for one of which nothing is kept."""
-
-    def logits(self, rows: Sequence[int]) -> F32:
-        """float32 [B, K, D] on the host, of what is kept of rows. A row's do not depend on the others."""
-
-    def fork(self, src: int, dst: int) -> None:
-        """``dst`` gets what is kept of ``src``."""
-
-    def release(self, row: int) -> None:
-        """Forget the row, if it is there."""
-
-    def known(self) -> list[int]:
-        """Rows of which something is kept."""
-
-    def close(self) -> None:
-        """Give back memory. Calling twice is allowed."""
-
-
-class MedusaDrafter(Drafter):
+class HeadsNetwork(Network):
     """The first nodes of ``tree`` (paths of ranks) that a row's size allows.
 
-    Under ``coupled``, a row that samples shares its noise: candidates are those of the largest log q + g. Under
-    ``rejection`` candidates are the likeliest, whatever the temperature: nothing is drawn, so q is one-hot.
-    ``layer``: the target's last one.
+    Under ``rejection`` candidates are the likeliest, whatever the temperature: nothing is drawn, so q is one-hot.
     """
 
-    def __init__(self, network: MedusaRuntime, tree: Sequence[Path], layer: int, name: str) -> None:
-        self.name, self._network, self._tree = name, network, tuple(tree)
-        self.needs = DrafterNeeds(hidden_layers=(layer,))
-        self._ranks = max(max(path) for path in self._tree) + 1
-        self.native, self.names = network.rows, (name,)
+    stepwise, latest, draws = False, True, False
 
-    def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            states = event.hidden_states
-            if states is not None and len(states):  # a copy: a view would keep a whole forward's states
-                last = states.at(np.array([len(states) - 1], np.int32)).native[0, 0]
-                self._network.keep(event.row, event.start - 1 + len(states), last)
+    def __init__(self, ids: I32, heads: int, tree: Sequence[Path]) -> None:
+        self.ids, self.most_levels, self.tree = ids, heads, tuple(tree)
+        self._ranks = max(max(path) for path in self.tree) + 1
 
-    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        ready = [i for i, view in enumerate(rows) if self._network.position(view.row) == len(view.tokens) - 1]
-        if not ready:
-            return Drafts.empty(len(rows))
-        logits = self._network.logits([rows[i].row for i in ready])
+    def logits(self, states: Sequence[Any]) -> F32:
+        """float32 [B, K, D] on the host, of the last layer's outputs [h] before B pending tokens, in the arrays of the
+        target's backend. A row's do not depend on the others."""
+        raise NotImplementedError
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        logits = self.logits([ask.hidden_states[-1, 0] for ask in asks])
         if not np.isfinite(logits).all():
             raise NotFiniteError("the drafter's heads produced NaN or infinite logits: check its weights")
-        depth = levels(rows, sizes).tolist()
-        grown = [self._grow(rows[i], own, int(sizes[i]), depth[i]) for i, own in zip(ready, logits, strict=True)]
-        return Drafts.of(grown, (self.name,)).among(ready, len(rows))
+        return Drafts.of([self._grow(ask, heads) for ask, heads in zip(asks, logits, strict=True)])
 
-    def _grow(self, view: RowView, logits: F32, size: int, depth: int) -> Draft:
+    def _grow(self, ask: Ask, logits: F32) -> Draft:
         """The row's tree of logits float32 [K, D]; gains are path probabilities."""
-        noisy = view.acceptance != "rejection" and not view.chooser.params.greedy
-        ids, k = self._network.ids, self._ranks
-        found = [
-            chosen(head, ids, view.chooser, level, k) if noisy else likeliest(head, k)
-            for level, head in enumerate(logits[:depth])
+        chooser, ids, k = ask.chooser, self.ids, self._ranks
+        candidates = [
+            likeliest(head, k) if chooser is None or chooser.params.greedy else chosen(head, ids, chooser, level, k)
+            for level, head in enumerate(logits[: ask.levels])
         ]
-        return filled(self._tree, found, ids, size)
-
-    def fork(self, src: int, dst: int, n: int) -> None:
-        self.release(dst)
-        if self._network.position(src) == n - 1:
-            self._network.fork(src, dst)
-
-    def release(self, row: int, tokens: I32 | None = None) -> None:
-        self._network.release(row)
-
-    def check(self, rows: Sequence[int]) -> None:
-        known = set(self._network.known())
-        assert known <= set(rows), f"rows {known - set(rows)} were never released"
-
-    def close(self) -> None:
-        self._network.close()
-        self.native = None
+        return filled(self.tree, candidates, ids, ask.nodes)
 
 
 def filled(tree: Sequence[Path], found: Sequence[Candidates], ids: I32, size: int) -> Draft:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.drafters.learned.configs import ParallelConfig
+from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training import losses

@@ -1,17 +1,49 @@
 """EAGLE-3's network with the norms of 3.1 (arXiv 2503.01840, 2605.09992): one decoder layer over token and features.
 
-Training unrolls it (training/methods/eagle.py), the torch runtime drafts with it (torch_eagle.py). Its parameters
-have the names of speculators 0.9, so ``state_dict()`` is what a checkpoint holds, less the head.
+Training unrolls it (training/methods/eagle.py). Its parameters have the names of speculators 0.9, so ``state_dict()``
+is what a checkpoint holds, less the head.
+
+Drafting, on the CPU and on cards: one layer, so what stands behind an entry needs no more of it than its key and value;
+attention, feed-forward and head are computed for a row's last entry and for drafted nodes alone. Which tokens become
+nodes is decided level by level (EAGLE-2, arXiv 2406.16858) where the logits are: what comes to the host is the whole
+draft, once. On a card all of it, from new entries to the ranking of nodes, is one CUDA graph.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.drafters.learned.configs import Decoder, EagleConfig
+from outpace.common.arrays import F32, I32
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.drafter import Ask, Network, Predicted
+from outpace.drafters.learned.layouts import Decoder, EagleConfig
+from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Mlp, Norm, Rope
-from outpace.errors import ParameterError
+from outpace.drafters.learned.picks import RIVALS
+from outpace.errors import DrafterError, NotFiniteError, OutpaceError, ParameterError
+from outpace.exact.drafts import Draft, Drafts
+from outpace.exact.noise import Noise
+from outpace.exact.sampling import Chooser
+from outpace.models.base import Model
+from outpace.models.torch.choose import Asked, kept, likeliest, rough_gumbel
+from outpace.models.torch.graphs import SLOTS, TOKENS, Captures
+from outpace.models.torch.upload import Upload, uploaded
+from outpace.params import SamplingParams
+
+log = logging.getLogger(__name__)
+CLOSE = 0.05  # chances of nodes, as a graph has them and as they are
+
+
+_SAMPLES = Chooser(SamplingParams(temperature=1.0), Noise(0), 0)
 
 
 class EagleLayer(nn.Module):
@@ -84,3 +116,299 @@ class EagleNetwork(nn.Module):
         hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
+
+
+# -- drafting ----------------------------------------------------------------------------------------------------------
+
+
+class Bucket(NamedTuple):
+    """A draft's shape. Its batch is filled up with its first row and its first entry, once more."""
+
+    rows: int
+    entries: int
+    slots: int  # positions that are read of each row
+    levels: int
+    branch: int
+    nodes: int
+    noise: int  # 0: every row is greedy; 1: some sample; 2: with filters
+
+
+class TorchEagle(Network):
+    """EAGLE-3. ``limit``: hard bound in bytes on the KV. ``graphs``: draft in fixed shapes, which a card
+    replays as CUDA graphs (None: on a card). The checkpoint fits the target."""
+
+    kv: Slab
+
+    def __init__(
+        self, target: Model, checkpoint: Checkpoint, *, limit: int | None = None, graphs: bool | None = None
+    ) -> None:
+        config = checkpoint.config
+        assert isinstance(config, EagleConfig)
+        self._shared = Shared(target, checkpoint)
+        self._network = self._shared.filled(EagleNetwork(config), checkpoint)
+        shape = config.decoder
+        self.ids, self.max_length, self._device = self._shared.ids, shape.max_length, self._shared.device
+        (self._ids,) = uploaded(self._device, self.ids)
+        self.kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
+        self.captures = Captures(self._device) if (self._device.type == "cuda" if graphs is None else graphs) else None
+        if self.captures is not None:
+            try:
+                self._prove(config)
+            except (OutpaceError, RuntimeError) as error:
+                self.captures = None
+                log.warning("the drafter's CUDA graphs are off, which costs speed: %s", error)
+
+    def _prove(self, config: EagleConfig) -> None:
+        """Draft as a graph and without one. Raises DrafterError where the two differ."""
+        size = (3, len(config.hidden_layers), config.decoder.hidden)
+        states = torch.linspace(-1, 1, int(np.prod(size)), device=self._device).view(size)
+        ask = Ask(-1, self.ids[np.arange(3) % len(self.ids)], states, 8, 3, 2, _SAMPLES)
+        captures, chances = self.captures, list[Any]()
+        for self.captures in (captures, captures, None):
+            chances.append(self.draft([ask]).confidence)
+            self.kv.release(-1)
+        self.captures = captures
+        if not all(np.allclose(chances[2], each, atol=CLOSE) for each in chances[:2]):
+            raise DrafterError("a graph's draft is another")
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
+    ) -> None:
+        with torch.no_grad():
+            self._append(rows, tokens, [self._fused(states) for states in hidden_states])
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
+        with torch.no_grad():
+            before = [self.kv.length(row) for row in rows]
+            features = [each.features[None] if isinstance(each, Predicted) else self._fused(each) for each in given]
+            q, residual = self._append(rows, tokens, features)
+            try:
+                normed, predicted = self._last(rows, q, residual)
+                logits: F32 = self._shared.logits(normed[:, 0]).float().cpu().numpy()
+            except BaseException:
+                self._cut(rows, before)
+                raise
+            return logits, [Predicted(each) for each in predicted[:, 0]]
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        rows, counts = [ask.row for ask in asks], [len(ask.tokens) for ask in asks]
+        with torch.no_grad():
+            starts = self.kv.lengthen(rows, counts)
+            try:
+                states = torch.cat([self._shared.tensor(ask.hidden_states) for ask in asks])
+                fits = self.captures is not None and len(states) <= TOKENS
+                bucket = self._bucket(asks, counts, fits)
+                upload = Upload()
+                upload.add(self._entries(asks, starts, counts, bucket.entries))
+                upload.add(self._asked(asks, counts, bucket.rows))
+                more = states[:1].expand(bucket.entries - len(states), -1, -1)
+                inputs = upload.send(self._device), torch.cat([states, more]) if len(more) else states
+                found = None
+                if fits and self.captures is not None:
+                    found = self.captures(bucket, self.kv.place, inputs, partial(self._drawn, bucket))
+                found = self._drawn(bucket, *inputs) if found is None else found
+                return _drafts(asks, found.cpu().numpy(), bucket.rows)
+            except BaseException:
+                self._cut(rows, starts)
+                raise
+
+    def _bucket(self, asks: Sequence[Ask], counts: Sequence[int], fixed: bool) -> Bucket:
+        """The shape of the asks' draft; ``fixed``: one of few."""
+        sampled = [a.chooser.params for a in asks if a.chooser is not None and not a.chooser.params.greedy]
+        noise = 2 if any(params.filtered for params in sampled) else 1 if sampled else 0
+        rows, entries, nodes = len(asks), sum(counts), max(ask.nodes for ask in asks)
+        slots = max(self.kv.length(ask.row) for ask in asks)
+        if fixed:
+            rows, entries, nodes = (1 << (n - 1).bit_length() for n in (rows, entries, nodes))
+            slots = min(SLOTS << (-(-slots // SLOTS) - 1).bit_length(), self.kv.longest)
+        levels = max(min(ask.levels, ask.nodes) for ask in asks)
+        return Bucket(rows, entries, slots, levels, max(ask.branch for ask in asks), nodes, noise)
+
+    def _entries(
+        self, asks: Sequence[Ask], starts: Sequence[int], counts: Sequence[int], n: int
+    ) -> npt.NDArray[np.int64]:
+        """int64 [3, n]: new entries' tokens, positions and slots."""
+        slots = np.repeat(self.kv.slots([ask.row for ask in asks]), counts)
+        return _filled(np.stack([np.concatenate([ask.tokens for ask in asks]), spans(starts, counts), slots]), n)
+
+    def _asked(self, asks: Sequence[Ask], counts: Sequence[int], n: int) -> npt.NDArray[np.int64]:
+        """int64 [5 + fields, n]: where each row's last new entry stands, the row's slot, length and levels, whether it
+        samples, and by which noise (``Asked``)."""
+        rows = [ask.row for ask in asks]
+        choosers = [a.chooser if a.chooser and not a.chooser.params.greedy else None for a in asks]
+        own = [
+            np.cumsum(counts) - 1, self.kv.slots(rows), [self.kv.length(row) for row in rows],
+            [min(ask.levels, ask.nodes) for ask in asks], [chooser is not None for chooser in choosers],
+        ]  # fmt: skip
+        asked = Asked.packed([chooser or _SAMPLES for chooser in choosers], np.zeros(len(asks), np.int64))
+        return _filled(np.concatenate([np.array(own, np.int64), asked]), n)
+
+    def _fused(self, hidden_states: Any) -> Tensor:
+        return self._network.fuse(self._shared.tensor(hidden_states))
+
+    def _append(self, rows: Sequence[int], tokens: Sequence[I32], features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Write entries of rows; of each row's last one, the query [B, 1, heads, d] and the residual [B, 1, h].
+
+        Raises MemoryLimitError, and then every row is as it was.
+        """
+        counts = [len(each) for each in tokens]
+        starts = self.kv.lengthen(rows, counts)
+        try:
+            ids, position, slots, last = uploaded(
+                self._device, np.concatenate(tokens), spans(starts, counts), np.repeat(self.kv.slots(rows), counts),
+                np.cumsum(counts) - 1,
+            )  # fmt: skip
+            return self._entered(ids, position, slots, last, torch.cat(features))
+        except BaseException:
+            self._cut(rows, starts)
+            raise
+
+    def _entered(
+        self, ids: Tensor, position: Tensor, slots: Tensor, last: Tensor, features: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_append``, where there is room: entries [N], of which those at ``last`` [B] are the rows' last ones."""
+        x, residual = self._network.enter(self._shared.embed(ids), features)
+        cos, sin = self._network.rope(position)
+        attention = self._network.layer.self_attn
+        self.kv.write(slots, position, torch.stack(attention.keys_values(x, cos, sin), 1))
+        return attention.queries(x[last], cos[last], sin[last])[:, None], residual[last][:, None]
+
+    def _read(self, slots: Tensor, ends: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, s, 2, kv_heads, d] of rows at ``slots`` [B], bool [B, s]: what each has of lengths
+        ``ends`` [B]."""
+        return self.kv.read(slots, longest), torch.arange(longest, device=self._device)[None] < ends[:, None]
+
+    def _last(self, rows: Sequence[int], q: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed outputs and next features, both [B, 1, h], of rows' last entries."""
+        lengths = [self.kv.length(row) for row in rows]
+        slots, ends = uploaded(self._device, self.kv.slots(rows), lengths)
+        values, there = self._read(slots, ends, max(lengths))
+        return self._network.leave(residual, attend(q, values[:, :, 0], values[:, :, 1], there[:, None]))
+
+    def _drawn(self, bucket: Bucket, indices: Tensor, states: Tensor) -> Tensor:
+        """``Trees.ranked`` of ``_entries`` and ``_asked``, with the entries' hidden states [N, T, h]: level by level,
+        all rows together. No value comes to the host, no shape depends on one."""
+        ids, position, at = indices[: 3 * bucket.entries].view(3, -1).unbind()
+        asked = indices[3 * bucket.entries :].view(-1, bucket.rows)
+        last, slots, lengths, depths, samples = asked[:5].unbind()
+        q, residual = self._entered(ids, position, at, last, self._network.fuse(states))
+        read, there = self._read(slots, lengths, bucket.slots)
+        keys, values = [read[:, :, 0]], [read[:, :, 1]]  # the rows', then those of each level's nodes
+        normed, features = self._network.leave(residual, attend(q, keys[0], values[0], there[:, None]))
+        trees = Trees(bucket, self._ids, depths, samples.bool(), Asked.of(asked[5:]))
+        attention = self._network.layer.self_attn
+        sees: Tensor | None = None  # bool [B, m, drafted nodes]
+        for level in range(bucket.levels):
+            tokens, parent = trees.add(self._shared.logits(normed).float(), level)
+            if level == bucket.levels - 1:
+                break
+            m = tokens.shape[1]
+            features = torch.gather(features, 1, parent[..., None].expand(-1, -1, features.shape[-1]))
+            x, residual = self._network.enter(self._shared.embed(tokens), features)
+            cos, sin = self._network.rope((lengths + level)[:, None].expand(-1, m))
+            for list_, new in zip((keys, values), attention.keys_values(x, cos, sin), strict=True):
+                list_.append(new)
+            own = torch.eye(m, dtype=torch.bool, device=self._device).expand(bucket.rows, -1, -1)
+            if sees is not None:
+                own = torch.cat([torch.gather(sees, 1, parent[..., None].expand(-1, -1, sees.shape[-1])), own], -1)
+            sees = own
+            every = torch.cat([there[:, None].expand(-1, m, -1), sees], -1)
+            mixed = attend(attention.queries(x, cos, sin), torch.cat(keys, 1), torch.cat(values, 1), every)
+            normed, features = self._network.leave(residual, mixed)
+        return trees.ranked()
+
+    def _cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row, n in zip(rows, lengths, strict=True):
+            self.kv.truncate(row, n)
+
+    def close(self) -> None:
+        super().close()
+        if self.captures is not None:
+            self.captures.close()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """[B, m, heads, d] of queries [B, m, heads, d], which see those of keys [B, s, kv_heads, d] that ``sees`` bool
+    [B, m, s] says."""
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=sees[:, None], enable_gqa=True
+    )
+    return mixed.transpose(1, 2)
+
+
+class Trees:
+    """Trees (or chains) of a bucket's rows, grown where the logits are. ``ids`` int64 [D]: the target's ids of the
+    draft vocabulary, ascending; ``depths`` int64 [B], ``samples`` bool [B], ``asked`` of B choices. What a row has no
+    room for has a gain of -inf, and is expanded for nothing."""
+
+    def __init__(self, bucket: Bucket, ids: Tensor, depths: Tensor, samples: Tensor, asked: Asked) -> None:
+        self._bucket, self._ids = bucket, ids
+        self._depths, self._samples, self._asked = depths, samples[:, None, None], asked
+        self._frontier = ids.new_full((bucket.rows, 1), -1)  # indices among all nodes
+        self._gains = torch.zeros((bucket.rows, 1), dtype=torch.float64, device=ids.device)  # logarithms, of its nodes
+        self._finite = torch.ones((), dtype=torch.bool, device=ids.device)
+        self._grown: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and gains [B, n] of each level
+
+    def add(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """Children of the frontier's nodes, of logits float32 [B, m, D]; then the likeliest of these are the frontier:
+        their tokens [B, m'], and where in the frontier before each one's parent stands."""
+        m, branch, noise = logits.shape[1], self._bucket.branch, self._bucket.noise
+        self._finite = self._finite & torch.isfinite(logits.amax())
+        index = likeliest(logits, branch)
+        gains = (logits.gather(-1, index) - logits.logsumexp(-1, keepdim=True)).double()
+        if noise:
+            asked = Asked(*(each.repeat_interleave(m, 0) for each in self._asked))
+            asked = asked._replace(index=asked.index + level)
+            others, chances = noisy(logits.flatten(0, 1), asked, self._ids, branch, noise == 2)
+            index = torch.where(self._samples, others.view(index.shape), index)
+            gains = torch.where(self._samples, chances.view(index.shape), gains)
+        gains = self._gains[..., None] + gains.clamp(max=0.0)
+        gains = gains.masked_fill((level >= self._depths)[:, None, None], -torch.inf).flatten(1)
+        tokens = self._ids[index].flatten(1)
+        begin = sum(each.shape[1] for each, _, _ in self._grown)
+        self._grown.append((tokens, self._frontier.repeat_interleave(index.shape[-1], 1), gains))
+        best = gains.sort(dim=-1, descending=True, stable=True).indices[:, :branch]
+        self._frontier, self._gains = begin + best, gains.gather(-1, best)
+        return tokens.gather(-1, best), best // index.shape[-1]
+
+    def ranked(self) -> Tensor:
+        """float64 [3 * B * n + 1]: the likeliest ``nodes`` of all of each row, parents before their children, as
+        tokens, parents and gains; then whether all logits were finite."""
+        tokens, parents, gains = (torch.cat(each, 1) for each in zip(*self._grown, strict=True))
+        order = gains.sort(dim=-1, descending=True, stable=True).indices[:, : self._bucket.nodes]
+        place = torch.full_like(parents, -1).scatter(
+            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+        )
+        above = parents.gather(-1, order)
+        above = torch.where(above < 0, above, place.gather(-1, above.clamp(min=0)))
+        every = torch.stack([tokens.gather(-1, order).double(), above.double(), gains.gather(-1, order)])
+        return torch.cat([every.flatten(), self._finite[None].double()])
+
+
+def _drafts(asks: Sequence[Ask], ranked: npt.NDArray[np.float64], rows: int) -> Drafts:
+    """Of ``Trees.ranked``. Raises NotFiniteError."""
+    if not ranked[-1]:
+        raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+    found = []
+    for ask, (token, parent, gain) in zip(asks, ranked[:-1].reshape(3, rows, -1).swapaxes(0, 1), strict=False):
+        n = min(ask.nodes, int((gain > -np.inf).sum()))
+        nodes = token[:n].astype(int).tolist(), parent[:n].astype(int).tolist(), np.exp(gain[:n]).tolist()
+        found.append(Draft(*nodes, [0] * n))
+    return Drafts.of(found, ())
+
+
+def _filled(values: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
+    """[k, n] of values [k, m], the first of which fills up the rest."""
+    return np.concatenate([values, np.repeat(values[:, :1], n - values.shape[1], 1)], 1)
+
+
+def noisy(logits: Tensor, asked: Asked, ids: Tensor, k: int, filtered: bool) -> tuple[Tensor, Tensor]:
+    """Indices int64 [n, k] of logits float32 [n, D] and their gains: see ``picks.chosen``."""
+    index, scaled = kept(logits, asked, filtered)
+    scores = scaled + rough_gumbel(ids[index], asked)
+    best, at = scores.topk(min(max(k, RIVALS), scores.shape[-1]), -1)
+    gains = best - best[:, :1]
+    gains = gains - gains.logsumexp(-1, keepdim=True)
+    return index.expand_as(scores).gather(-1, at[:, :k]), gains[:, :k]

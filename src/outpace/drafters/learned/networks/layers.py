@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.drafters.learned.configs import Decoder
+from outpace.drafters.learned.layouts import Decoder
 
 
 class Norm(nn.Module):

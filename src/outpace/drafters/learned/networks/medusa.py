@@ -7,11 +7,19 @@ Names are those of vLLM's ``medusa``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.drafters.learned.configs import MedusaConfig
+from outpace.common.arrays import F32
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.layouts import MedusaConfig
+from outpace.drafters.learned.medusa import HeadsNetwork, Path
+from outpace.drafters.learned.networks.beside import Shared
+from outpace.models.base import Model
 
 
 class ResidualBlock(nn.Module):
@@ -42,3 +50,22 @@ class MedusaNetwork(nn.Module):
     def forward(self, normed: Tensor) -> Tensor:
         """Every head's states [..., K, h] of the target's normed last state [..., h]."""
         return torch.stack([block(normed) for block in self.blocks], -2)
+
+
+class TorchMedusa(HeadsNetwork):
+    """Heads."""
+
+    def __init__(self, target: Model, checkpoint: Checkpoint, tree: Sequence[Path]) -> None:
+        config = checkpoint.config
+        assert isinstance(config, MedusaConfig)
+        self._shared = Shared(target, checkpoint)
+        super().__init__(self._shared.ids, config.heads, tree)
+        self._network = self._shared.filled(MedusaNetwork(config), checkpoint)
+        self._names = [f"lm_heads.{k}.weight" if config.own_heads else "lm_head.weight" for k in range(config.heads)]
+
+    def logits(self, states: Sequence[Any]) -> F32:
+        with torch.no_grad():
+            out = self._network(self._shared.parts.norm(torch.stack(list(states))))
+            logits = torch.stack([self._shared.logits(out[:, k], name) for k, name in enumerate(self._names)], 1)
+            found: F32 = logits.float().cpu().numpy()
+            return found

@@ -10,12 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.learned.configs import ParallelConfig
+from outpace.common.arrays import F32, I32
+from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.drafter import Ask
+from outpace.drafters.learned.layouts import ParallelConfig
+from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
+from outpace.drafters.learned.parallel import BlockNetwork
+from outpace.drafters.learned.picks import chosen
+from outpace.errors import NotFiniteError
+from outpace.exact.drafts import Drafts
+from outpace.models.base import Model
+from outpace.models.torch.upload import uploaded
 
 Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_heads, head_dim] of n positions
 Pick = Callable[[Tensor, int], Tensor]
@@ -186,10 +198,98 @@ class ParallelNetwork(nn.Module):
         ``anchor``, ``position`` int64 [B]: the pending tokens and where they stand. ``embed``: tokens int64 [n] to what
         enters the target's first layer [n, h]; ``head``: normed states [n, h] to logits [n, D] of ``ids``.
         """
+        normed, logits = self.logits(anchor, position, contexts, embed, head)
+        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
+        return draft
+
+    @torch.no_grad()
+    def logits(
+        self,
+        anchor: Tensor,
+        position: Tensor,
+        contexts: Sequence[Context],
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Normed states [B, K, h] and the head's logits [B, K, D] of such blocks."""
         tokens = self.inputs(anchor)
         embedded = embed(tokens.flatten()).view(*tokens.shape, -1)
         seen = [torch.tensor([len(context[0][0])], device=anchor.device) for context in contexts]
         normed = self.blocks(embedded, position, contexts, seen)
-        logits = head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
-        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
-        return draft
+        return normed, head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
+
+
+class TorchParallel(BlockNetwork):
+    """Blocks. Logits come to the host, slot by slot, where noise or rules decide."""
+
+    kv: Slab
+
+    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
+        config = checkpoint.config
+        assert isinstance(config, ParallelConfig)
+        self._shared = Shared(target, checkpoint)
+        super().__init__(self._shared.ids, config)
+        self._network = self._shared.filled(ParallelNetwork(config), checkpoint)
+        shape = config.decoder
+        self.kv = Slab((2 * shape.layers, shape.kv_heads, shape.head_dim), self._shared)
+        self._device_ids = torch.from_numpy(self.ids.astype(np.int64)).to(self._shared.device)
+
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
+    ) -> None:
+        counts = [len(at) for at in positions]
+        with torch.no_grad():
+            states = torch.cat([self._shared.tensor(each) for each in hidden_states])
+            starts = self.kv.lengthen(rows, counts)
+            position, slots, at = uploaded(
+                self._shared.device,
+                np.concatenate(positions),
+                np.repeat(self.kv.slots(rows), counts),
+                spans(starts, counts),
+            )
+            layers = self._network.context(states, position)
+            self.kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
+
+    def draft(self, asks: Sequence[Ask]) -> Drafts:
+        most = max(ask.levels for ask in asks)
+        sampled: dict[tuple[int, int], float] = {}  # by row and slot: the chance of what noise has chosen
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            best = logits.argmax(-1)
+            for b, ask in enumerate(asks):
+                if slot < ask.levels and ask.chooser is not None and not ask.chooser.params.greedy:
+                    own = logits[b].float().cpu().numpy()
+                    (best[b],), (gain,) = chosen(own, self.ids, ask.chooser, slot, 1)
+                    sampled[b, slot] = float(np.exp(gain))
+            return best
+
+        with torch.no_grad():
+            blocks = self._blocks(*zip(*((ask.row, ask.pending, ask.position) for ask in asks), strict=True))
+            drafted = self._network.draft(*blocks, self._device_ids, pick)
+        chances = drafted.confidence[:, :most].float().cpu().numpy()
+        for at, chance in sampled.items():
+            chances[at] = chance
+        if not np.isfinite(chances).all():
+            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
+        tokens = drafted.tokens[:, :most].to(torch.int32).cpu().numpy()
+        confidence = np.cumprod(np.clip(chances, 0, 1), 1, dtype=np.float32)
+        return Drafts(tokens, np.array([ask.levels for ask in asks], np.int32), confidence=confidence)
+
+    def _blocks(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[Any, ...]:
+        """What ``ParallelNetwork.logits`` takes."""
+        layers = [self.kv.row(row).unflatten(1, (-1, 2)).unbind(1) for row in rows]
+        contexts = [[(each[:, 0], each[:, 1]) for each in row] for row in layers]
+        return *uploaded(self._shared.device, anchors, positions), contexts, self._shared.embed, self._shared.logits
+
+    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> F32:
+        with torch.no_grad():
+            found: F32 = self._network.logits(*self._blocks(rows, anchors, positions))[1].float().cpu().numpy()
+            return found
+
+    def bias(self, tokens: Sequence[int]) -> F32 | float:
+        with torch.no_grad():
+            before = self._network.before(torch.tensor(tokens, device=self._shared.device))
+            if before is None or self._network.markov_head is None:
+                return 0.0
+            found: F32 = self._network.markov_head.markov_w2(before).float().cpu().numpy()
+            return found

@@ -1,5 +1,4 @@
-"""Learned drafters' networks in torch, the modules that are trained: what they share with a target, and rows' keys and
-values; the runtimes of ``parallel`` and ``medusa``. EAGLE's is torch_eagle.py."""
+"""What networks in torch share with a target, and rows' keys and values."""
 
 from __future__ import annotations
 
@@ -11,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.common.arrays import F32, I32
+from outpace.common.arrays import I32
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.configs import MedusaConfig, ParallelConfig, draft_ids, head_shapes
-from outpace.drafters.learned.networks.medusa import MedusaNetwork
-from outpace.drafters.learned.networks.parallel import ParallelNetwork
-from outpace.drafters.learned.parallel import BlockDrafts, Picker
+from outpace.drafters.learned.drafter import KV
+from outpace.drafters.learned.layouts import draft_ids, head_shapes
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
-from outpace.models.torch.upload import uploaded
 
 BLOCK = 64  # positions that memory is counted in
 
@@ -84,7 +80,7 @@ class Shared:
         return torch.as_tensor(found).reshape(*normed.shape[:-1], -1)
 
 
-class Slab:
+class Slab(KV):
     """Rows of keys and values [n, parts, heads, head_dim] in one tensor, made when they are first lengthened.
 
     ``parts``: 2 a layer, its keys and its values. ``limit``: bound in bytes.
@@ -198,130 +194,3 @@ class Slab:
         self._slots.clear()
         self._lengths.clear()
         self._values = self._values.new_empty(0, 0, *self._shape)
-
-
-class TorchParallel:
-    """See ``ParallelRuntime``. Logits come to the host, slot by slot, where noise or rules decide."""
-
-    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
-        config = checkpoint.config
-        assert isinstance(config, ParallelConfig)
-        self._shared = Shared(target, checkpoint)
-        self._network = self._shared.filled(ParallelNetwork(config), checkpoint)
-        shape = config.decoder
-        self._kv = Slab((2 * shape.layers, shape.kv_heads, shape.head_dim), self._shared)
-        self._positions: dict[int, I32] = {}  # of each row's keys and values, ascending
-        self.ids, self.slots, self.max_length = self._shared.ids, self._network.slots, shape.max_length
-        self.rows = None  # no native step drafts with it
-        self._device_ids = torch.from_numpy(self.ids.astype(np.int64)).to(self._shared.device)
-
-    def end(self, row: int) -> int:
-        return int(self._positions[row][-1]) + 1 if row in self._positions else 0
-
-    def read(self, rows: Sequence[int], hidden_states: Sequence[Any], positions: Sequence[I32]) -> None:
-        counts = [len(at) for at in positions]
-        with torch.no_grad():
-            states = torch.cat([self._shared.tensor(each) for each in hidden_states])
-            starts = self._kv.lengthen(rows, counts)
-            position, slots, at = uploaded(
-                self._shared.device,
-                np.concatenate(positions),
-                np.repeat(self._kv.slots(rows), counts),
-                spans(starts, counts),
-            )
-            layers = self._network.context(states, position)
-            self._kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
-        for row, at in zip(rows, positions, strict=True):
-            assert at[0] >= self.end(row), f"row {row} has position {at[0]} already"
-            self._positions[row] = np.concatenate([self._positions.get(row, at[:0]), at])
-
-    def draft(
-        self, rows: Sequence[int], anchors: I32, positions: I32, pickers: Sequence[Picker | None], counts: I32
-    ) -> BlockDrafts:
-        most = int(counts.max())
-
-        def pick(logits: Tensor, slot: int) -> Tensor:
-            best = logits.argmax(-1)
-            if slot < most:
-                for b, picker in enumerate(pickers):
-                    if picker is not None:
-                        best[b] = picker(logits[b].float().cpu().numpy())
-            return best
-
-        with torch.no_grad():
-            layers = [self._kv.row(row).unflatten(1, (-1, 2)).unbind(1) for row in rows]
-            drafted = self._network.draft(
-                torch.from_numpy(anchors.astype(np.int64)).to(self._shared.device),
-                torch.from_numpy(positions.astype(np.int64)).to(self._shared.device),
-                [[(each[:, 0], each[:, 1]) for each in row] for row in layers],
-                self._shared.embed, self._shared.logits, self._device_ids, pick,
-            )  # fmt: skip
-        index = torch.searchsorted(self._device_ids, drafted.tokens[:, :most].contiguous())
-        chance = drafted.confidence[:, :most].float()
-        return BlockDrafts(index.to(torch.int32).cpu().numpy(), chance.cpu().numpy())
-
-    def fork(self, src: int, dst: int, end: int) -> None:
-        n = int(np.searchsorted(self._positions.get(src, np.zeros(0, np.int32)), end))
-        if n:
-            self._kv.fork(src, dst, n)
-            self._positions[dst] = self._positions[src][:n]
-
-    def release(self, row: int) -> None:
-        self._kv.release(row)
-        self._positions.pop(row, None)
-
-    def growth(self, row: int, positions: int) -> int:
-        return self._kv.growth(row, positions)
-
-    @property
-    def bytes(self) -> int:
-        return self._kv.bytes
-
-    def check(self, rows: Sequence[int]) -> None:
-        self._kv.check(rows)
-        assert {row: len(at) for row, at in self._positions.items()} == {r: self._kv.length(r) for r in self._kv.rows}
-        assert all((np.diff(at) > 0).all() for at in self._positions.values()), "a row has a position twice"
-
-    def close(self) -> None:
-        self._kv.close()
-        self._positions.clear()
-
-
-class TorchMedusa:
-    """See ``MedusaRuntime``."""
-
-    def __init__(self, target: Model, checkpoint: Checkpoint) -> None:
-        config = checkpoint.config
-        assert isinstance(config, MedusaConfig)
-        self._shared = Shared(target, checkpoint)
-        self._network = self._shared.filled(MedusaNetwork(config), checkpoint)
-        self._names = [f"lm_heads.{k}.weight" if config.own_heads else "lm_head.weight" for k in range(config.heads)]
-        self._kept: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # of each row: where its pending token stands, the state before it
-        self.ids, self.rows = self._shared.ids, None
-
-    def keep(self, row: int, position: int, state: Tensor) -> None:
-        self._kept[row] = position, state
-
-    def position(self, row: int) -> int:
-        return self._kept[row][0] if row in self._kept else -1
-
-    def logits(self, rows: Sequence[int]) -> F32:
-        with torch.no_grad():
-            out = self._network(self._shared.parts.norm(torch.stack([self._kept[row][1] for row in rows])))
-            logits = torch.stack([self._shared.logits(out[:, k], name) for k, name in enumerate(self._names)], 1)
-            found: F32 = logits.float().cpu().numpy()
-            return found
-
-    def fork(self, src: int, dst: int) -> None:
-        self._kept[dst] = self._kept[src]
-
-    def release(self, row: int) -> None:
-        self._kept.pop(row, None)
-
-    def known(self) -> list[int]:
-        return list(self._kept)
-
-    def close(self) -> None:
-        self._kept.clear()
