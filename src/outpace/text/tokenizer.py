@@ -166,7 +166,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | I32, *, skip_special: bool = True) -> str:
         """Text of token ids. Never raises: an id beyond the vocabulary is no text, a broken character is U+FFFD."""
-        known = [int(i) for i in np.asarray(ids).ravel().tolist() if 0 <= i < self.vocab_size]
+        try:
+            numbers = np.asarray(ids, np.int64)
+        except OverflowError:
+            numbers = np.asarray(ids, object)  # numpy would make floats of them
+        known = [i for i in numbers.ravel().tolist() if 0 <= i < self.vocab_size]
         text: str = self._fast.decode(known, skip_special_tokens=skip_special)
         return text
 
