@@ -321,7 +321,7 @@ class Grammars:
 
     @staticmethod
     def of(engine: HasTarget) -> Grammars:
-        """For the target of an ``Engine``. Raises GrammarError for one without a tokenizer."""
+        """For the target of ``engine``, an ``Engine``. Raises GrammarError for one without a tokenizer."""
         if engine.tokenizer is None:
             raise GrammarError("a grammar is about text, and the engine has no tokenizer: give it one")
         return Grammars(engine.tokenizer, engine.model.info.vocab_size, engine.model.info.eos_ids)
