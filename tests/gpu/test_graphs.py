@@ -19,7 +19,8 @@ from outpace.errors import MemoryLimitError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
-from outpace.models.torch.decoder import OwnDecoder, _Norm
+from outpace.models.torch.between import Norm
+from outpace.models.torch.decoder import OwnDecoder
 from outpace.models.torch.graphs import SLOTS, Graphs, Waits, _Graph
 from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
@@ -192,7 +193,7 @@ def test_a_norm_takes_states_of_another_type_than_its_weight(device: str, kind: 
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(weight.to(device))
     expected = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
-    found = _Norm(module, 0.0, 1e-6)(x.to(device))
+    found = Norm(module, 0.0, 1e-6)(x.to(device))
     assert found.dtype == kind
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5 if kind == torch.float32 else 1e-2, atol=1e-5)
 

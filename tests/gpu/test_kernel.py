@@ -22,7 +22,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("neither a card nor TRITON_INTERPRET=1", allow_module_level=True)
 
 from outpace.models.base import Batch
-from outpace.models.torch import attention, kernel
+from outpace.models.torch import attention, between, fused, kernel
 from outpace.models.torch.kv import SPLIT, LayerShape, Seen, TorchKV
 from outpace.models.torch.model import TransformersModel
 from tests.integration.test_architectures import tiny
@@ -108,18 +108,55 @@ def test_one_row_s_bits_do_not_depend_on_the_others(device: str, sinks: bool) ->
     slots = torch.from_numpy(rng.integers(0, 4 * SPLIT, (3, 600)))
     lengths = [600, 40, 300]
 
-    def run(order: list[int], length: int) -> torch.Tensor:
+    def run(order: list[int], length: int, bounded: bool = True) -> torch.Tensor:
         at, hidden = torch.zeros((len(order), length), dtype=torch.int64), torch.ones((len(order), 1, 1, length)).bool()
         for b, i in enumerate(order):
             at[b, : lengths[i]], hidden[b, ..., : lengths[i]] = slots[i, : lengths[i]], False
-        seen = Seen(at.flatten().to(device), hidden.to(device), 0, True)
+        ends = torch.tensor([[0, lengths[i]] for i in order], device=device).flatten() if bounded else None
+        seen = Seen(at.flatten().to(device), hidden.to(device), 0, True, ends)
         return kernel.mixture(query[order], keys, values, seen, len(order), scale=0.25, softcap=None, sinks=sink)
 
     whole = run([0, 1, 2], 768)
     for i, most in enumerate((768, 64, 512)):
         assert torch.equal(run([i], most)[0], whole[i])
-        assert torch.equal(run([i], 1024)[0], whole[i])
+        assert torch.equal(run([i], 1024, bounded=False)[0], whole[i])
     assert torch.equal(run([2, 1, 0], 768), whole.flip(0))
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize(("normed", "width", "turned"), [(True, 64, 64), (False, 24, 16), (True, 80, 0)])
+def test_what_stands_between_products_agrees_with_the_reference(
+    device: str, dtype: torch.dtype, normed: bool, width: int, turned: int
+) -> None:
+    """And each token's bits are its own."""
+    rng, heads, kv, n = np.random.default_rng(width), 3, 2, 5
+
+    def norm(size: int) -> between.Norm:
+        module = torch.nn.RMSNorm(size, device=device, dtype=dtype)
+        module.weight.data = drawn(rng, dtype, device, size)
+        return between.Norm(module, 0.5 if normed else 0.0, 1e-6)
+
+    x, out, wide = (drawn(rng, dtype, device, n, size) for size in (100, 100, 260))
+    qkv, (pool_k, pool_v) = drawn(rng, dtype, device, n, (heads + 2 * kv) * width), torch.zeros(2, kv, 9, width)
+    table = (drawn(rng, dtype, device, n, 1, turned), drawn(rng, dtype, device, n, 1, turned)) if turned else None
+    norms = (norm(width), norm(width)) if normed else (None, None)
+    outer, write = norm(100) if normed else None, torch.tensor([4, 8, 0, 1, 7], device=device)
+
+    def run(ops: Any, order: list[int]) -> list[torch.Tensor]:
+        keys, values = pool_k.to(device, dtype), pool_v.to(device, dtype)
+        turns = None if table is None else tuple(each[order] for each in table)
+        query = ops.placed(qkv[order], heads, *norms, turns, keys, values, write[order])
+        return [
+            *ops.added(x[order], out[order], 0.5, outer), *(ops.gated(wide[order], name) for name in ("silu", "gelu")),
+            query, keys[:, write[order]].transpose(0, 1), values[:, write[order]].transpose(0, 1),
+        ]  # fmt: skip
+
+    every = run(fused, [0, 1, 2, 3, 4])
+    for ours, expected in zip(every, run(between, [0, 1, 2, 3, 4]), strict=True):
+        torch.testing.assert_close(ours, expected, atol=4 * CLOSE[dtype], rtol=4 * CLOSE[dtype])
+    for ours, whole in zip(run(fused, [3, 1]), every, strict=True):
+        assert torch.equal(ours, whole[[3, 1]])
+    assert between.between(torch.device(device), dtype) is fused
 
 
 def test_a_model_s_proof_at_load_runs_it(device: str) -> None:
@@ -137,19 +174,22 @@ from triton.compiler import ASTSource, compile
 from outpace.models.torch.kernel import all_blocks, one_block
 
 def built(kernel, **constants):
-    kinds = {"slots": "*i64", "hidden": "*u8", "parts": "*fp32", "sums": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    kinds = {"slots": "*i64", "bounds": "*i64", "hidden": "*u8", "parts": "*fp32", "sums": "*fp32"}
+    kinds |= {"scale": "fp32", "softcap": "fp32"}
     own = {name: "*bf16" for name in ("query", "keys", "values", "sinks", "out")} | kinds
     signature = {name: "constexpr" if name in constants else own.get(name, "i32") for name in kernel.arg_names}
-    return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    even = ("query", "keys", "values", "parts", "sums", "out", "head_keys", "head_values")  # as a launch finds them
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in even}
+    return compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32))
 
 for rows, masked, capped in ((16, True, False), (64, True, True), (64, False, False)):
     found = built(
         one_block, GROUPS=4, ROWS=rows, TILE=64, DK=128, DV=128, PADDED_K=128, PADDED_V=128, MASKED=masked,
-        CAPPED=capped,
+        CAPPED=capped, BOUNDED=True,
     )
-    print(found.metadata.shared, "mma" in found.asm["ptx"])
+    print(found.metadata.shared, "mma" in found.asm["ptx"] and "cp.async" in found.asm["ptx"])
 for sinks in (True, False):
-    print(built(all_blocks, DV=128, PADDED_V=128, SINKS=sinks).metadata.shared, True)
+    print(built(all_blocks, DV=128, PADDED_V=128, SINKS=sinks, PARTS=16).metadata.shared, True)
 """
 
 SIZES = """
@@ -183,7 +223,8 @@ def test_sizes_that_change_from_step_to_step_compile_nothing_anew() -> None:
 
 
 def test_it_compiles_for_sm_90() -> None:
-    """Llama 3.1 8B's shape; shared memory of a program is far under a card's 227 KiB, products are the card's own."""
+    """Llama 3.1 8B's shape; a program's shared memory is far under a card's 227 KiB, products are the card's own, and
+    loads run ahead of them."""
     found = compiled(COMPILED)
     assert len(found) == 5
     assert all(int(shared) <= 100 << 10 and own == "True" for shared, own in found)

@@ -279,14 +279,14 @@ def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert (kv.length(row), kv.length(other), kv.bytes) == (4, 3, before)
     kv.check()
 
-    attend = attention.attention
+    attend = attention.mixed
 
     def fail(layer: int, *tensors: Any, **options: Any) -> Any:
         if layer == 2:
             raise torch.OutOfMemoryError
         return attend(layer, *tensors, **options)
 
-    monkeypatch.setattr(attention, "attention", fail)
+    monkeypatch.setattr(attention, "mixed", fail)
     with pytest.raises(MemoryLimitError, match="cpu has no memory left for a forward of 2 tokens"):
         pair.run({row: t[4:6]}, layers=3)
     monkeypatch.undo()

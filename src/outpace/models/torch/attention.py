@@ -86,6 +86,11 @@ class Row:
         """Rows of equal ones are computed together: what padding wastes stays under half of each."""
         return (self.end - self.begin - 1).bit_length(), (len(self.places) - 1).bit_length()
 
+    def bounds(self, window: int | None) -> tuple[int, int]:
+        """The first slot that a new token sees, and the one behind the last."""
+        first = 0 if window is None else min(self.start, max(0, int(self.positions.min()) - window + 1))
+        return first, len(self.places)
+
     def sees(self, window: int | None) -> npt.NDArray[np.bool_]:
         """[n, slots]: which of the row's slots its new tokens see."""
         own = np.concatenate([np.ones((self.end - self.begin, self.start), np.bool_), self.tree], axis=1)
@@ -162,7 +167,7 @@ def _group(
     for window in windows:
         firsts, covered = [0] * len(rows), min(row.start for row in rows)  # slots before it are seen by all
         if window is not None:  # slots before are too old for all
-            firsts = [min(row.start, max(0, int(row.positions.min()) - window + 1)) for row in rows]
+            firsts = [row.bounds(window)[0] for row in rows]
             covered = 0
         longest = max(len(row.places) - first for row, first in zip(rows, firsts, strict=True))
         slots, hidden = laid_out(rows, firsts, (len(rows), width, longest), window, spare)
@@ -190,18 +195,32 @@ def attention(
     sinks: torch.Tensor | None = None,  # [Hq]: a score that takes its share of the softmax and has no value
 ) -> torch.Tensor:
     """Write the new keys and values behind their rows and attend: [N, Hq, Dv]."""
+    plan.kv.keys[layer].index_copy_(1, plan.write, key.transpose(0, 1))
+    plan.kv.values[layer].index_copy_(1, plan.write, value.transpose(0, 1))
+    return mixed(layer, plan, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def mixed(
+    layer: int,
+    plan: Plan,
+    query: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``attention``, where keys and values are written."""
     keys, values = plan.kv.keys[layer], plan.kv.values[layer]
-    keys.index_copy_(1, plan.write, key.transpose(0, 1))
-    values.index_copy_(1, plan.write, value.transpose(0, 1))
-    mix = _mixture(query.device, query.dtype, key.shape[2], value.shape[2], query.shape[1] // key.shape[1])
+    mix = _mixture(query.device, query.dtype, keys.shape[2], values.shape[2], query.shape[1] // len(keys))
     given = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if len(plan.groups) == 1 and len(plan.groups[0].tokens) == len(query):
         return mix(query, keys, values, plan.groups[0].seen[window], plan.groups[0].rows, **given)
-    mixed = query.new_empty((len(query) + 1, query.shape[1], value.shape[2]))  # the last one of what only fills up
+    out = query.new_empty((len(query) + 1, query.shape[1], values.shape[2]))  # the last one of what only fills up
     for group in plan.groups:
         found = mix(query.index_select(0, group.tokens), keys, values, group.seen[window], group.rows, **given)
-        mixed.index_copy_(0, group.places, found)
-    return mixed[:-1]
+        out.index_copy_(0, group.places, found)
+    return out[:-1]
 
 
 def mixture(
@@ -251,12 +270,17 @@ def mixture(
     return found.permute(1, 3, 0, 2, 4).reshape(b * w, heads * groups, -1)
 
 
+def able(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels may run."""
+    there = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return there and dtype in CLOSE and find_spec("triton") is not None
+
+
 @cache
 def _mixture(device: torch.device, dtype: torch.dtype, dk: int, dv: int, groups: int) -> Callable[..., torch.Tensor]:
     """What computes heads of these sizes, ``groups`` query heads to a KV head: the kernel where it runs and agrees (on
     cards, and in Triton's interpreter), the reference elsewhere."""
-    able = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if not able or dtype not in CLOSE or find_spec("triton") is None:
+    if not able(device, dtype):
         return mixture
     try:
         from outpace.models.torch import kernel
@@ -310,7 +334,7 @@ def attend(
     site: Site = module._outpace
     if site.forward.plan is None or attention_mask is not None:
         raise RuntimeError("the model was called outside of forward(), or builds its own attention mask")
-    mixed = attention(
+    out = attention(
         site.layer,
         site.forward.plan,
         query[0].transpose(0, 1).contiguous(),
@@ -321,4 +345,4 @@ def attend(
         softcap=softcap,
         sinks=s_aux,
     )
-    return mixed[None], None
+    return out[None], None

@@ -20,6 +20,7 @@ from outpace.models.decoder import ACTIVATIONS
 from outpace.models.families import KEYS, OUTER, SPELLINGS
 from outpace.models.torch import attention
 from outpace.models.torch.attention import Plan
+from outpace.models.torch.between import Norm, Table, between
 from outpace.models.torch.state import hooked
 
 REPACKED = (torch.float32, torch.bfloat16)
@@ -79,23 +80,6 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(weights))
 
 
-class _Norm:
-    def __init__(self, module: Any, offset: float, eps: float) -> None:
-        weight = module.weight.detach()
-        self._weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset if offset else weight
-        self._eps, self._size = eps, len(weight)
-        self._twice = self._weight.repeat(2) if weight.device.type == "cpu" else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._twice is not None and self._twice.dtype in (x.dtype, torch.float32):
-            # Three kernels, where rms_norm is eight on a CPU: x beside -x has mean 0 and x's mean square as variance.
-            both = torch.cat((x, -x), -1)
-            return F.layer_norm(both, (2 * self._size,), self._twice, None, self._eps)[..., : self._size]
-        if self._weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), self._weight.shape, self._weight.float(), self._eps).to(x.dtype)
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-
-
 class _Layer:
     """One layer's parts: its norms by ``families.NORMS``, None where it has none."""
 
@@ -103,8 +87,8 @@ class _Layer:
         def find(part: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(index, family.layer[part][1]))
 
-        def norm(part: str) -> _Norm | None:
-            return _Norm(find(part), family.norm_offset, eps) if part in family.layer else None
+        def norm(part: str) -> Norm | None:
+            return Norm(find(part), family.norm_offset, eps) if part in family.layer else None
 
         def together(*parts: str) -> Projection:
             names = dict.fromkeys(family.layer[part][1] for part in parts)
@@ -142,7 +126,7 @@ class OwnDecoder:
         self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(windows)
         self._rotated = config.no_rope_layers if family.unrotated_every else [1] * len(windows)
         self._layers = [_Layer(module, i, family, eps) for i in range(len(windows))]
-        self._norm = _Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
+        self._norm = Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
         self._head = Projection([module.get_output_embeddings()])
         for each in [self._head, *(p for layer in self._layers for p in vars(layer).values())]:
             if isinstance(each, Projection):
@@ -162,59 +146,44 @@ class OwnDecoder:
             x = x + features.to(x.dtype)
         tables = {kind: self._table(x, plan.positions, kind) for kind in set(self._kinds)}
         found: dict[int, Tensor] = {}
+        norms = [*(layer.attn_norm for layer in self._layers[:layers]), self._norm]
+        normed = _applied(norms[0], x)
+        ops = between(x.device, x.dtype)
         for i, layer in enumerate(self._layers[:layers]):
-            mixed = self._attend(i, layer, plan, _applied(layer.attn_norm, x), tables)
-            x = self._branch(x, mixed, layer.post_attn_norm)
-            gate, up = layer.gate_up(_applied(layer.ffn_norm, x)).chunk(2, -1)
-            gate = F.silu(gate) if self._family.activation == "silu" else F.gelu(gate, approximate="tanh")
-            x = self._branch(x, layer.down(gate * up), layer.post_ffn_norm)
+            mixed = self._attend(i, layer, plan, normed, tables, ops)
+            x, normed = ops.added(x, _applied(layer.post_attn_norm, mixed), self._residual, layer.ffn_norm)
+            inner = layer.down(ops.gated(layer.gate_up(normed), self._family.activation))
+            x, normed = ops.added(x, _applied(layer.post_ffn_norm, inner), self._residual, norms[i + 1])
             if i in kept:
                 found[i] = x
         if plan.wanted is not None:
-            x = x.index_select(0, plan.wanted)
-        logits = self._head(self._norm(x))
+            normed = normed.index_select(0, plan.wanted)
+        logits = self._head(normed)
         return (logits if self._divisor == 1.0 else logits / self._divisor), found
 
-    def _branch(self, x: Tensor, out: Tensor, norm: _Norm | None) -> Tensor:
-        return torch.add(x, _applied(norm, out), alpha=self._residual)
-
-    def _table(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [N, 1, width] for ``_rotate``."""
+    def _table(self, x: Tensor, positions: Tensor, kind: str | None) -> Table:
+        """Cosines and signed sines [N, 1, width]."""
         cos, sin = self._rotary(x[None], positions[None], *([] if kind is None else [kind]))
         half = sin.shape[-1] // 2
         return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
 
-    def _attend(self, i: int, layer: _Layer, plan: Plan, x: Tensor, tables: dict[str | None, Any]) -> Tensor:
-        qkv = layer.qkv(x)
-        heads, kv = self._heads, self._kv_heads
-        width = qkv.shape[1] // (heads + 2 * kv)
-        if layer.q_norm is None or layer.k_norm is None:
-            both = qkv[:, : (heads + kv) * width].view(len(x), heads + kv, width)
-        else:
-            q, k = qkv[:, : heads * width], qkv[:, heads * width : (heads + kv) * width]
-            if not self._family.norms_over_heads:
-                q, k = q.reshape(len(x), heads, width), k.reshape(len(x), kv, width)
-            q, k = layer.q_norm(q).view(len(x), heads, width), layer.k_norm(k).view(len(x), kv, width)
-            both = torch.cat([q, k], 1)
-        if self._rotated[i]:
-            both = _rotate(both, *tables[self._kinds[i]])
-        mixed = attention.attention(
-            i, plan, both[:, :heads], both[:, heads:], qkv[:, (heads + kv) * width :].view(len(x), kv, width),
-            scale=self._scales[i], window=self._windows[i],
-        )  # fmt: skip
-        return layer.o(mixed.reshape(len(x), heads * width))
+    def _attend(
+        self, i: int, layer: _Layer, plan: Plan, x: Tensor, tables: dict[str | None, Table], ops: Any
+    ) -> Tensor:
+        qkv, heads = layer.qkv(x), self._heads
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if q_norm is not None and k_norm is not None and self._family.norms_over_heads:
+            width = qkv.shape[1] // (heads + 2 * self._kv_heads)
+            q, k, v = qkv.split([heads * width, self._kv_heads * width, self._kv_heads * width], -1)
+            qkv, q_norm, k_norm = torch.cat([q_norm(q), k_norm(k), v], -1), None, None
+        table = tables[self._kinds[i]] if self._rotated[i] else None
+        query = ops.placed(qkv, heads, q_norm, k_norm, table, plan.kv.keys[i], plan.kv.values[i], plan.write)
+        mixed = attention.mixed(i, plan, query, scale=self._scales[i], window=self._windows[i])
+        return layer.o(mixed.flatten(1))
 
 
-def _applied(norm: _Norm | None, x: Tensor) -> Tensor:
+def _applied(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [N, heads, d], the first values of each rotated half against half."""
-    width = cos.shape[-1]
-    turned = x[..., :width]
-    out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin).to(x.dtype)  # OLMo's tables are float32
-    return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
 
 
 def described(module: Any) -> bool:

@@ -68,7 +68,8 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc]
 
 Forward = Callable[[Plan, int, Tensor | None, Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-SLOTS = 256  # times powers of two
+SLOTS = 256  # times powers of two; few rows have at least FEW together: fewer shapes come, and nobody reads the rest
+FEW = 1024
 TOKENS = 256  # of a bucket, at most: beyond, launches cost little beside the work
 WASTE = 2  # a bucket has at most so many times the tokens that there are, and WIDTHS' first few
 MOST = 64  # graphs; more buckets run without
@@ -92,19 +93,21 @@ def fitting(rows: list[Row], layers: int, kept: tuple[int, ...]) -> Bucket | Non
     count, width = 1 << (len(rows) - 1).bit_length(), next(w for w in WIDTHS if w >= most)
     if count * width > max(WASTE * n, 8) or count * width > TOKENS:
         return None
-    return Bucket(count, width, _slots(rows), layers, kept)
+    return Bucket(count, width, padded(max(len(row.places) for row in rows), count), layers, kept)
 
 
-def _slots(rows: list[Row]) -> int:
-    longest = max(len(row.places) for row in rows)
-    return SLOTS << max(0, (-(-longest // SLOTS) - 1).bit_length())
+def padded(slots: int, rows: int) -> int:
+    """Slots of each of so many ``rows`` in a bucket, the longest of which has ``slots``."""
+    least = max(SLOTS, FEW // rows)
+    return least << max(0, (-(-slots // least) - 1).bit_length())
 
 
 def frame(
     batch: Batch, rows: list[Row], kv: TorchKV, windows: Sequence[int | None], bucket: Bucket
 ) -> tuple[Tensor, Tensor]:
-    """Some rows of the batch in a bucket's shape, on the host: int64 tokens, positions, ``write`` [B * W] and slots
-    [B * L], one after the other, and who does not see which slots, bool [windows, B, 1, W, L]."""
+    """Some rows of the batch in a bucket's shape, on the host: int64 tokens, positions, ``write`` [B * W], slots
+    [B * L] and bounds [windows * B * 2], one after the other, and who does not see which slots, bool
+    [windows, B, 1, W, L]."""
     count, width, length = bucket[:3]
     tokens, positions = np.zeros((2, count, width), np.int64)
     write = kv.spare + np.arange(count * width).reshape(count, width) % kv.block
@@ -113,7 +116,9 @@ def frame(
         tokens[b, :new], positions[b, :new] = batch.token[row.begin : row.end], row.positions
         write[b, :new] = row.places[row.start :]
     laid = [laid_out(rows, [0] * len(rows), (count, width, length), window, kv.spare) for window in windows]
-    indices = np.concatenate([each.reshape(-1) for each in (tokens, positions, write, laid[0][0])])
+    bounds = np.zeros((len(windows), count, 2), np.int64)
+    bounds[:, : len(rows)] = [[row.bounds(window) for row in rows] for window in windows]
+    indices = np.concatenate([each.reshape(-1) for each in (tokens, positions, write, laid[0][0], bounds)])
     return torch.from_numpy(indices), torch.from_numpy(np.stack([hidden for _, hidden in laid]))
 
 
@@ -230,7 +235,8 @@ class Graphs:
             some = rows[begin : begin + size]
             n = len(some)
             own = None if features is None else F.pad(features[begin : begin + n], (0, 0, 0, size - n))
-            found = self._computed(batch, some, Bucket(size, 1, _slots(some), layers, kept), own)
+            slots = padded(max(len(row.places) for row in some), size)
+            found = self._computed(batch, some, Bucket(size, 1, slots, layers, kept), own)
             (wanted,) = uploaded(self._device, [i for i in (batch.wanted - begin).tolist() if 0 <= i < n])
             logits.append(found[0].index_select(0, wanted))
             for layer in kept:
@@ -257,7 +263,8 @@ class Graphs:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The bucket's forward: no value comes to the host, no shape depends on one."""
         n, rest = bucket.rows * bucket.width, bucket.rows * bucket.slots
-        tokens, positions, write, slots = indices.split([n, n, n, rest])
-        seen = {w: Seen(slots, each, 0, self.strict) for w, each in zip(self._windows, hidden, strict=True)}
+        tokens, positions, write, slots, bounds = indices.split([n, n, n, rest, 2 * bucket.rows * len(self._windows)])
+        each = zip(self._windows, hidden, bounds.split(2 * bucket.rows), strict=True)
+        seen = {w: Seen(slots, hides, 0, self.strict, ends) for w, hides, ends in each}
         plan = Plan(self._kv, tokens, positions, write, None, [Group(bucket.rows, tokens, tokens, seen)])
         return self._forward(plan, bucket.layers, features, bucket.kept)

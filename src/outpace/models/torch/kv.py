@@ -43,13 +43,15 @@ class Seen:
     """What one group's tokens see under one window: the pool's positions ``slots`` int64 [B * L], but for some.
 
     ``hidden``: bool [B, 1, W, slots from ``covered`` on]; None: all see all. ``blocks``: SPLIT slots are added
-    up at a time, whatever L and the device; ``covered`` is 0 then.
+    up at a time, whatever L and the device; ``covered`` is 0 then. ``bounds`` int64 [B * 2]: before which of a row's
+    slots, and from which on, no token sees any; None: they are not known.
     """
 
     slots: torch.Tensor
     hidden: torch.Tensor | None
     covered: int
     blocks: bool = False
+    bounds: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

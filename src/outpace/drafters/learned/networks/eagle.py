@@ -35,7 +35,7 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model
 from outpace.models.torch.choose import Asked, kept, likeliest, rough_gumbel
-from outpace.models.torch.graphs import SLOTS, TOKENS, Captures
+from outpace.models.torch.graphs import TOKENS, Captures, padded
 from outpace.models.torch.upload import Upload, uploaded
 from outpace.params import SamplingParams
 
@@ -222,7 +222,7 @@ class TorchEagle(Network):
         slots = max(self.kv.length(ask.row) for ask in asks)
         if fixed:
             rows, entries, nodes = (1 << (n - 1).bit_length() for n in (rows, entries, nodes))
-            slots = min(SLOTS << (-(-slots // SLOTS) - 1).bit_length(), self.kv.longest)
+            slots = min(padded(slots, rows), self.kv.longest)
         levels = max(min(ask.levels, ask.nodes) for ask in asks)
         return Bucket(rows, entries, slots, levels, max(ask.branch for ask in asks), nodes, noise)
 
