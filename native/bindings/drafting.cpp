@@ -1,5 +1,6 @@
 // What Python sees of drafting: the drafters that look tokens up, and what they search.
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
@@ -11,10 +12,12 @@
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/chooser.h"
+#include "drafting/composed.h"
 #include "drafting/datastore.h"
 #include "drafting/draft_model.h"
-#include "drafting/lookups.h"
 #include "drafting/merge.h"
+#include "drafting/ngram.h"
 #include "drafting/recycling.h"
 #include "drafting/suffix.h"
 #include "runtime/mapped.h"
@@ -29,6 +32,15 @@ TupleOf<std::vector<int32_t>, std::vector<int32_t>, std::vector<double>> tuple_o
 }
 
 Lists lists_of(const Draft& draft) { return {draft.tokens, draft.parents, draft.gains, draft.sources}; }
+
+Draft draft_of(const Lists& lists) {
+    const auto& [tokens, parents, gains, sources] = lists;
+    if (parents.size() != tokens.size() || gains.size() != tokens.size() || sources.size() != tokens.size())
+        throw std::invalid_argument("a draft's lists differ in length");
+    Draft draft{tokens, parents, gains, sources};
+    if (!draft.parents_first()) throw std::invalid_argument("it proposed a tree in which a node stands before its parent");
+    return draft;
+}
 
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using SegmentArrays = std::tuple<Ints, Ints, Longs>;  // tokens, order, keys
@@ -52,21 +64,128 @@ struct HeldDatastore {
     Datastore store;
 };
 
-std::vector<Lists> trees_of(NativeDrafter& drafter, const SequenceOf<TupleOf<int, int, int, I32, int>>& rows) {
-    std::vector<Asked> asked;
-    std::deque<IntView> tokens;
-    for (const nb::handle row : rows) {
-        const nb::tuple its = nb::borrow<nb::tuple>(row);
-        if (its.size() != 5) throw std::invalid_argument("a row is (row, request, prompt, tokens, size)");
-        const IntView& view = tokens.emplace_back(nb::handle(its[3]).ptr());
-        asked.push_back({nb::cast<int64_t>(its[0]), nb::cast<int64_t>(its[1]), nb::cast<int64_t>(its[2]), view.data(),
-            static_cast<size_t>(view.size()), nb::cast<int>(its[4])});
+// Rows that Python asks for: row, request, tokens of its prompt, committed tokens int32 [L], most nodes; and, for more than
+// lookups, most depth (-1: as many as nodes), the floor, whether the policy chooses, whether it samples under rejection, and
+// its chooser with its rules (None: greedy).
+using Plain = TupleOf<int, int, int, I32, int>;
+using Full = TupleOf<int, int, int, I32, int, int, double, bool, bool, std::optional<Named>>;
+
+class AskedRows {
+public:
+    explicit AskedRows(const nb::sequence& rows) {
+        for (const nb::handle row : rows) {
+            const nb::tuple each = nb::borrow<nb::tuple>(row);
+            if (each.size() != 5 && each.size() != 10) throw std::invalid_argument("a row has 5 or 10 fields");
+            const IntView& view = tokens_.emplace_back(nb::handle(each[3]).ptr());
+            asked.push_back({nb::cast<int64_t>(each[0]), nb::cast<int64_t>(each[1]), nb::cast<int64_t>(each[2]), view.data(),
+                static_cast<size_t>(view.size()), nb::cast<int>(each[4])});
+            if (!asked.back().n || asked.back().size < 1) throw std::invalid_argument("a row has a token, and is asked for a node");
+            if (each.size() == 5) continue;
+            Asked& full = asked.back();
+            full.levels = nb::cast<int>(each[5]), full.floor = nb::cast<double>(each[6]);
+            full.adaptive = nb::cast<bool>(each[7]), full.drawn = nb::cast<bool>(each[8]);
+            const nb::object chooser = each[9];
+            if (chooser.is_none()) continue;
+            full.sampling = &samplings_.emplace_back(sampling_of(nb::cast<Named>(chooser)));
+            full.edits = &edits_.emplace_back(edits_of(nb::cast<nb::list>(chooser["rules"])));
+        }
     }
-    std::vector<Draft> drafts;
-    drafter.propose(asked, drafts);
+    AskedRows(const AskedRows&) = delete;
+
+    std::vector<Asked> asked;
+
+private:
+    std::deque<IntView> tokens_;
+    std::deque<Sampling> samplings_;
+    std::deque<std::vector<Edit>> edits_;
+};
+
+std::vector<Lists> lists_of(const std::vector<Draft>& drafts) {
     std::vector<Lists> found;
     for (const Draft& draft : drafts) found.push_back(lists_of(draft));
     return found;
+}
+
+std::vector<Lists> trees_of(NativeDrafter& drafter, const SequenceOf<Plain>& rows) {
+    const AskedRows given(rows);
+    std::vector<Draft> drafts;
+    drafter.propose(given.asked, drafts);
+    return lists_of(drafts);
+}
+
+// A composition's slots, and the rows that they are for.
+class BoundSlots {
+public:
+    BoundSlots(const ComposedDrafter& composed, const SequenceOf<Full>& rows)
+        : composed_(composed), rows_(rows), slots_(composed, rows_.asked) {}
+
+    std::pair<std::vector<size_t>, std::vector<int>> wanted(size_t part) {
+        asked_ = slots_.wanted(part, at_);
+        part_ = part;
+        std::vector<int> sizes;
+        for (const Asked& row : asked_) sizes.push_back(row.size);
+        return {at_, sizes};
+    }
+    void ask(const std::vector<size_t>& which) {
+        std::vector<Asked> asked;
+        std::vector<size_t> at;
+        for (const size_t k : which) asked.push_back(asked_.at(k)), at.push_back(at_[k]);
+        if (!composed_.parts().at(part_).drafter) throw std::invalid_argument("this part is Python's");
+        std::optional<nb::gil_scoped_release> release;
+        if (composed_.parts()[part_].stepwise) release.emplace();
+        slots_.ask(part_, asked, at);
+    }
+    void put(const std::vector<size_t>& which, const std::vector<Lists>& drafts, const std::optional<std::vector<int>>& levels) {
+        if (drafts.size() != which.size() || (levels && levels->size() != which.size()))
+            throw std::invalid_argument("it proposed for other rows than it was asked for");
+        for (size_t k = 0; k < which.size(); ++k) {
+            Draft draft = draft_of(drafts[k]);
+            if (levels) draft.levels = (*levels)[k];
+            slots_.put(part_, at_.at(which[k]), std::move(draft));
+        }
+    }
+    std::pair<std::vector<Lists>, std::vector<int>> merged() {
+        const std::vector<Draft> trees = slots_.merged();
+        std::vector<int> levels;
+        for (const Draft& tree : trees) levels.push_back(tree.levels);
+        return {lists_of(trees), levels};
+    }
+
+private:
+    const ComposedDrafter& composed_;
+    const AskedRows rows_;
+    ComposedDrafter::Slots slots_;
+    size_t part_ = 0;
+    std::vector<size_t> at_;
+    std::vector<Asked> asked_;
+};
+
+void bind_composed(nb::module_& m) {
+    nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter",
+        "See native/drafting/composed.h. parts: native drafter (None: Python's), whether it is a fallback, draws, is stepwise.")
+        .def("__init__",
+            [](ComposedDrafter* self, const std::vector<std::tuple<std::optional<NativeDrafter*>, bool, bool, bool>>& parts, double sure,
+                int deep) {
+        std::vector<ComposedDrafter::Part> each;
+        for (const auto& [drafter, fallback, draws, stepwise] : parts)
+            each.push_back({drafter.value_or(nullptr), fallback, draws, stepwise});
+        new (self) ComposedDrafter(std::move(each), sure, deep);
+    },
+            "parts"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>())
+        .def_prop_ro("order", [](const ComposedDrafter& x) { return x.order(); }, "The parts, as they are to be asked.");
+    nb::class_<BoundSlots>(m, "Slots", "What a composition's parts propose for rows in one step. Raises ValueError, IndexError.")
+        .def(nb::init<const ComposedDrafter&, const SequenceOf<Full>&>(), "composed"_a, "rows"_a, nb::keep_alive<1, 2>(),
+            "rows: row, request, tokens of its prompt, committed tokens int32 [L], most nodes, most depth (-1: as many as nodes), floor, "
+            "whether the policy chooses, whether it samples under rejection, its chooser with its rules (None: no native part that draws "
+            "is "
+            "asked for it).")
+        .def("wanted", &BoundSlots::wanted, "part"_a, "The rows that a part is asked for next, and the nodes that are left for it.")
+        .def("ask", &BoundSlots::ask, "which"_a, "The part is native, and drafts for these of the rows that it is asked for.")
+        .def("put", &BoundSlots::put, "which"_a, "drafts"_a, "levels"_a.none(),
+            "What the part, in Python, proposes for these of them: tokens, parents, gains and sources, and the forwards it took, if it "
+            "says.")
+        .def("merged", &BoundSlots::merged,
+            "Tokens, parents, gains and sources (parts) of each row's draft, and its drafting forwards; -1: no part counts them.");
 }
 
 void bind_draft_model(nb::module_& m) {
@@ -92,9 +211,8 @@ void bind_draft_model(nb::module_& m) {
             "catch_up"_a);
 }
 
-// What drafts in steps that need no Python; see step.cpp.
 void bind_lookups(nb::module_& m) {
-    nb::class_<NativeDrafter>(m, "NativeDrafter", "A drafter in C++; see native/drafting/lookups.h.")
+    nb::class_<NativeDrafter>(m, "NativeDrafter", "A drafter in C++; see native/drafting/drafter.h.")
         .def("trees", &trees_of, "rows"_a,
             "rows: row, request, tokens of its prompt, committed tokens int32 [L], most nodes. Tokens, parents, gains and sources of a "
             "tree for each. Raises ValueError, RuntimeError.")
@@ -117,22 +235,12 @@ void bind_lookups(nb::module_& m) {
         .def_prop_ro("lists", &RecyclingLookup::lists)
         .def("rows", &RecyclingLookup::rows)
         .def("after", &RecyclingLookup::after, "row"_a, "token"_a);
-    nb::class_<NgramLookup, NativeDrafter>(m, "NgramLookup", "See native/drafting/lookups.h. Raises ValueError.")
+    nb::class_<NgramLookup, NativeDrafter>(m, "NgramLookup", "See native/drafting/ngram.h. Raises ValueError.")
         .def(nb::init<int, int, int, std::vector<double>, double>(), "least"_a, "most"_a, "candidates"_a, "hit"_a, "older"_a);
     nb::class_<RetrievalLookup, NativeDrafter>(m, "RetrievalLookup")
         .def("__init__", [](RetrievalLookup* self, const HeldDatastore& held, int places, int least) {
         new (self) RetrievalLookup(held.store, places, least);
     }, "datastore"_a, "places"_a, "least"_a, nb::keep_alive<1, 2>());
-    nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter",
-        "sure, deep: see is_sure of drafters/composed.py. Raises ValueError where parts and fallback differ in length, or more than one "
-        "part is stepwise.")
-        .def("__init__",
-            [](ComposedDrafter* self, const std::vector<NativeDrafter*>& parts, const std::vector<bool>& fallback, double sure, int deep) {
-        if (parts.size() != fallback.size()) throw std::invalid_argument("parts and fallback differ in length");
-        std::vector<ComposedDrafter::Part> each;
-        for (size_t j = 0; j < parts.size(); ++j) each.push_back({parts[j], fallback[j]});
-        new (self) ComposedDrafter(std::move(each), sure, deep);
-    }, "parts"_a, "fallback"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>());
     nb::class_<SuffixRows, NativeDrafter>(
         m, "SuffixRows", "The indexes of rows, with `history` at most `capacity` tokens. Raises ValueError.")
         .def("__init__",
@@ -156,10 +264,8 @@ void bind_lookups(nb::module_& m) {
 void bind_drafting(nb::module_& m) {
     m.def("merge", [](const std::vector<Lists>& proposals, int budget) {
         std::vector<Draft> drafts;
-        for (const auto& [tokens, parents, gains, sources] : proposals) {
-            if (parents.size() != tokens.size() || gains.size() != tokens.size() || sources.size() != tokens.size())
-                throw std::invalid_argument("a draft's lists differ in length");
-            drafts.push_back({tokens, parents, gains, sources});
+        for (const Lists& lists : proposals) {
+            drafts.push_back(draft_of(lists));
             drafts.back().assume();
         }
         return lists_of(merge(drafts, budget));
@@ -215,6 +321,7 @@ void bind_drafting(nb::module_& m) {
         return tuple_of(x.store.propose(context.data(), context.shape(0), places, least, budget));
     }, "context"_a, "places"_a, "least"_a, "budget"_a);
     bind_lookups(m);
+    bind_composed(m);
     bind_draft_model(m);
 }
 

@@ -115,4 +115,13 @@ Draft Datastore::propose(const int32_t* context, size_t n, int most, int least, 
     return tree;
 }
 
+void RetrievalLookup::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
+    trees.clear();
+    Mapped::guard();
+    for (const Asked& asked : rows) {
+        const size_t n = std::min(asked.n, static_cast<size_t>(Datastore::kDepth));
+        trees.push_back(store_.propose(asked.tokens + (asked.n - n), n, places_, least_, asked.size));
+    }
+}
+
 }  // namespace outpace

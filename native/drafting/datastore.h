@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "drafting/drafter.h"
 #include "drafting/votes.h"
 #include "runtime/mapped.h"
 
@@ -45,6 +46,17 @@ private:
     std::vector<const Mapped*> files_;
     VoteRules rules_;
     int32_t vocab_;
+};
+
+class RetrievalLookup : public NativeDrafter {
+public:
+    // The datastore must outlive it.
+    RetrievalLookup(const Datastore& store, int places, int least) : store_(store), places_(places), least_(least) {}
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
+
+private:
+    const Datastore& store_;
+    int places_, least_;
 };
 
 }  // namespace outpace

@@ -29,6 +29,12 @@ struct Draft {
         return true;
     }
 
+    bool parents_first() const {
+        for (size_t n = 0; n < size(); ++n)
+            if (parents[n] < -1 || parents[n] >= static_cast<int32_t>(n)) return false;
+        return true;
+    }
+
     // Of each node, from 1 on.
     std::vector<int> depths() const {
         std::vector<int> found;

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "drafting/lookups.h"
+#include "drafting/drafter.h"
 #include "model/walk.h"
 
 namespace outpace {

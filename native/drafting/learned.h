@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "drafting/lookups.h"
+#include "drafting/drafter.h"
 #include "model/eagle.h"
 #include "model/medusa.h"
 #include "model/parallel.h"

@@ -1,4 +1,4 @@
-// Several proposals as one tree, best expected gain first.
+// Several proposals as one tree: the likeliest paths, equal ones once; or all of them side by side.
 #pragma once
 
 #include <algorithm>
@@ -54,6 +54,17 @@ inline Draft merge(const std::vector<Draft>& proposals, int budget) {
         open(-negative, gain, merged.add(node.token, parent, gain, node.source));
     }
     return merged;
+}
+
+// All nodes of all proposals, one proposal after the other.
+inline Draft side_by_side(const std::vector<Draft>& proposals) {
+    Draft joined;
+    for (const Draft& tree : proposals) {
+        const auto before = static_cast<int32_t>(joined.size());
+        for (size_t n = 0; n < tree.size(); ++n)
+            joined.add(tree.tokens[n], tree.parents[n] < 0 ? -1 : tree.parents[n] + before, tree.gains[n], tree.sources[n]);
+    }
+    return joined;
 }
 
 }  // namespace outpace

@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "drafting/lookups.h"
+#include "drafting/drafter.h"
 
 namespace outpace {
 

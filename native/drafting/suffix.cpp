@@ -101,4 +101,56 @@ Draft SuffixIndex::propose(const int32_t* context, size_t n, int budget, const s
     return grow(arena, rules_.votes, budget, wide, next);
 }
 
+SuffixRows::SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide, SuffixIndex* history)
+    : capacity_(capacity), most_(most), rules_(std::move(rules)), wide_(wide), history_(history) {
+    SuffixIndex(capacity_, most_, rules_);  // refuses what no row could have
+}
+
+Draft SuffixRows::tree(const Asked& asked) {
+    auto row = std::find_if(rows_.begin(), rows_.end(), [&](const Row& known) { return known.row == asked.row; });
+    if (row == rows_.end() || row->request != asked.request) {
+        Row fresh{asked.row, asked.request, asked.prompt, std::make_unique<SuffixIndex>(capacity_, most_, rules_)};
+        row = row == rows_.end() ? rows_.insert(row, std::move(fresh)) : (*row = std::move(fresh), row);
+    }
+    if (row->known < asked.n) {  // while a row is not asked to draft, it costs nothing
+        row->index->append(asked.tokens + row->known, asked.n - row->known);
+        row->known = asked.n;
+    }
+    std::vector<const SuffixIndex*> others;
+    if (history_ && !history_->tokens().empty()) others.push_back(history_);
+    const size_t n = std::min(asked.n, static_cast<size_t>(most_));
+    return row->index->propose(asked.tokens + (asked.n - n), n, asked.size, others, wide_);
+}
+
+void SuffixRows::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
+    trees.clear();
+    for (const Asked& asked : rows) trees.push_back(tree(asked));
+    bound();
+}
+
+int64_t SuffixRows::places() const {
+    size_t sum = history_ ? history_->tokens().size() : 0;
+    for (const Row& row : rows_) sum += row.index->tokens().size();
+    return static_cast<int64_t>(sum);
+}
+
+void SuffixRows::bound() {
+    while (places() > capacity_) {
+        SuffixIndex* index = history_;
+        if (!index || index->tokens().empty())
+            index = std::max_element(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
+                return a.index->tokens().size() < b.index->tokens().size();
+            })->index.get();
+        index->shrink(static_cast<int64_t>(index->tokens().size() / 2));
+    }
+}
+
+int64_t SuffixRows::release(int64_t row) {
+    const auto gone = std::find_if(rows_.begin(), rows_.end(), [&](const Row& known) { return known.row == row; });
+    if (gone == rows_.end()) return -1;
+    const int64_t prompt = gone->prompt;
+    rows_.erase(gone);
+    return prompt;
+}
+
 }  // namespace outpace

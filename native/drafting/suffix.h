@@ -5,9 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
+#include "drafting/drafter.h"
 #include "drafting/votes.h"
 
 namespace outpace {
@@ -49,6 +51,38 @@ private:
     std::vector<int32_t> held_;
     std::unordered_map<int64_t, Chain> pairs_;  // last two tokens -> where what follows them stands, oldest first
     std::unordered_map<int32_t, Chain> singles_;
+};
+
+// The indexes of rows that `suffix` drafts for, and its history.
+class SuffixRows : public NativeDrafter {
+public:
+    // `history` may be null, and must outlive this. `most`: longest match. Throws std::invalid_argument.
+    SuffixRows(int64_t capacity, int most, SuffixRules rules, bool wide, SuffixIndex* history);
+    SuffixRows(const SuffixRows&) = delete;
+
+    void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
+    // Forget until everything fits: the history first, then the older half of the largest row.
+    void bound();
+    // The row is gone; tokens of its prompt, or -1 if it was unknown.
+    int64_t release(int64_t row);
+    int64_t places() const;
+
+    struct Row {
+        int64_t row, request, prompt;
+        std::unique_ptr<SuffixIndex> index;
+        size_t known = 0;  // committed tokens that the index has seen
+    };
+    const std::vector<Row>& rows() const { return rows_; }
+
+private:
+    Draft tree(const Asked& asked);  // one row's; `bound` has to follow
+
+    int64_t capacity_;
+    int most_;
+    SuffixRules rules_;
+    bool wide_;
+    SuffixIndex* history_;
+    std::vector<Row> rows_;  // in the order in which they came
 };
 
 }  // namespace outpace

@@ -6,7 +6,7 @@
 #include <functional>
 #include <vector>
 
-#include "drafting/lookups.h"
+#include "drafting/drafter.h"
 #include "model/model.h"
 #include "runtime/denormals.h"
 

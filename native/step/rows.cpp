@@ -5,6 +5,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "drafting/merge.h"
 #include "model/ranks.h"
 
 namespace outpace {
@@ -112,12 +113,9 @@ void Rows::put(size_t i, Draft draft) {
     const size_t k = draft.tokens.size();
     if (k > static_cast<size_t>(each.nodes))
         throw std::invalid_argument("it proposed " + std::to_string(k) + " nodes where " + std::to_string(each.nodes) + " were asked for");
-    for (size_t n = 0; n < k; ++n) {
-        if (draft.tokens[n] < 0 || draft.tokens[n] >= vocab_)
-            throw std::invalid_argument("it proposed a token that is not in the vocabulary of " + std::to_string(vocab_));
-        if (draft.parents[n] < -1 || draft.parents[n] >= static_cast<int32_t>(n))
-            throw std::invalid_argument("it proposed a tree in which a node stands before its parent");
-    }
+    if (std::any_of(draft.tokens.begin(), draft.tokens.end(), [&](int32_t token) { return token < 0 || token >= vocab_; }))
+        throw std::invalid_argument("it proposed a token that is not in the vocabulary of " + std::to_string(vocab_));
+    if (!draft.parents_first()) throw std::invalid_argument("it proposed a tree in which a node stands before its parent");
     limits_depth_ = limits_depth_ || draft.levels >= 0;
     each.proposed = std::move(draft);
 }

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "drafting/lookups.h"
+#include "drafting/drafter.h"
 #include "drafting/policy.h"
 #include "model/walk.h"
 #include "step/draft.h"

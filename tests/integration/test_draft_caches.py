@@ -175,9 +175,9 @@ def test_native_steps_draft_what_python_drafts(
             drafter: Any = ModelDrafter(draft, "model", VOCAB)
             if not native:
                 drafter.native = None
+            assert (drafter.native is not None) == native
             if composed:
                 drafter = ComposedDrafter([NgramDrafter(), drafter])
-            assert (drafter.native is not None) == native
             target = tiny.load("F32", sizes=SIZES | {"layers": 3})
             results = answers(target, drafter, params, prefix_rows=2, acceptance=acceptance)
             found.append([(r.token_ids, r.stats.steps, r.stats.drafted, r.stats.accepted) for r in results])

@@ -11,6 +11,7 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.exact.drafts import Draft, Drafts, Verdict
+from outpace.exact.rules import Penalties
 from outpace.exact.sampling import Chooser
 from outpace.params import Acceptance
 
@@ -108,6 +109,17 @@ class Event(NamedTuple):
     choices: I32 | None = None
 
 
+def draws_now(view: RowView) -> bool:
+    """Whether what is drafted for the row is sampled, with its q."""
+    return view.acceptance == "rejection" and not view.chooser.params.greedy
+
+
+def level_by_level(view: RowView) -> bool:
+    """Whether every level of the row's draft needs its logits in Python: to draw from a q that is known, or for rules
+    that forbid tokens."""
+    return draws_now(view) or any(type(rule) is not Penalties for rule in view.chooser.rules)
+
+
 def levels(rows: Sequence[RowView], sizes: I32) -> I32:
     """How many levels int32 [B] a stepwise drafter may draft for each row: no more than the policy gives it."""
     allowed = [size if view.depth is None else min(size, view.depth) for view, size in zip(rows, sizes, strict=True)]
@@ -128,8 +140,7 @@ class Drafter:
     name: str = "drafter"
     needs: DrafterNeeds = DrafterNeeds()
     cost: DraftCost = DraftCost()
-    # Proposes the same, from the same events, for steps in C++; None: there is none.
-    native: _fast.native.NativeDrafter | None = None
+    native: _fast.native.NativeDrafter | None = None  # what of it is C++: proposes the same, from the same events
     names: tuple[str, ...] = ()  # of what ``native`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
     notes: tuple[str, ...] = ()  # what its user should know of it, in every result
@@ -137,6 +148,16 @@ class Drafter:
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""
         raise NotImplementedError
+
+    def drafts_natively(self, view: RowView) -> bool:
+        """Whether ``native`` drafts for the row, and ``propose`` is not asked."""
+        return self.native is not None and not (self.needs.draws and level_by_level(view))
+
+    @property
+    def in_python(self) -> Sequence[Drafter]:
+        """Itself, or those of its parts, that get events and ranks beside a native model, too: it gives ``native`` its
+        own."""
+        return [] if self.native is not None and (self.native.hidden_layers or not self.observes) else [self]
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
         """Raise DrafterError when this drafter's proposals could not be verified exactly under ``acceptance``."""

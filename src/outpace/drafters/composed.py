@@ -1,9 +1,11 @@
-"""``a+b+c``: what several drafters propose, merged into one tree under one budget, best expected gain first.
+"""``a+b+c``: what several drafters propose, as one tree under one budget, the likeliest paths first.
 
-Under ``rejection`` a sampled proposal is a trial of its own: it may neither be merged with an equal token nor dropped
-once it is drawn. So the deterministic parts are merged first, into half of the budget; what they leave, known before
-anything is drawn, goes to the part that draws, and both stand side by side, the drawn one tried first (multi-candidate
-rejection, SpecInfer, arXiv 2305.09781, algorithm 2, with each node's own q).
+Which part is asked for which rows, and the merge, are C++ (native/drafting/composed.h), as are native parts; what a
+part in Python proposes is put into its slot. Under ``rejection`` a sampled proposal is a trial of its own: it may
+neither be merged with an equal token nor dropped once it is drawn. So the deterministic parts are merged first, into
+half of the budget; what they leave, known before anything is drawn, goes to the part that draws, and both stand side by
+side, the drawn one tried first (multi-candidate rejection, SpecInfer, arXiv 2305.09781, algorithm 2, with each node's
+own q).
 """
 
 from __future__ import annotations
@@ -11,18 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import F64, I32
-from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView, TreeDrafter
-from outpace.errors import Argument, DrafterError
-from outpace.exact.drafts import Draft, Drafts, Verdict, merge
+from outpace.drafters.base import (
+    DraftCost,
+    Drafter,
+    DrafterNeeds,
+    Event,
+    RowView,
+    TreeDrafter,
+    draws_now,
+)
+from outpace.errors import Argument, DrafterError, MemoryLimitError
+from outpace.exact.drafts import Draft, Drafts, Verdict
+from outpace.models.native.output import describe, known_edits
 from outpace.params import Acceptance
 
-ASSUMED = 0.7  # acceptance of a node whose drafter estimates none, given its parent's; native/drafting/draft.h, too
-# A path of ``DEEP`` levels (or as many as another drafter would take forwards for) with this chance by a lookup's own
+# A path of ``DEEP`` nodes (or as many as another drafter would take forwards for) with this chance by a lookup's own
 # word, which is modest: from 0.5 on such paths were accepted whole 20 times in 23; 0.35 was no slower.
 SURE, DEEP = 0.35, 4
 
@@ -49,7 +60,7 @@ class ComposedDrafter(Drafter):
                 raise DrafterError(f"{part.name} cannot be the fallback of a part that samples: put it first")
         self.parts = tuple(parts)
         self.name = "+".join(part.name for part in parts)
-        self._names = tuple(part.name for part in parts)
+        self.names = tuple(part.name for part in parts)
         self.needs = DrafterNeeds(
             hidden_layers=tuple(sorted({layer for part in parts for layer in part.needs.hidden_layers})),
             draws=any(part.needs.draws for part in parts),
@@ -66,15 +77,13 @@ class ComposedDrafter(Drafter):
             levels[0] if levels else None,
             nodes=bool(levels) and (len(levels) < len(parts) or any(part.cost.nodes for part in parts)),
         )
-        if (
-            type(self) is ComposedDrafter
-            and sum(part.needs.draws for part in parts) < 2
-            and all(part.native is not None and (part.native.hidden_layers or not part.observes) for part in parts)
-        ):
-            natives = [part.native for part in parts if part.native is not None]
-            self.native = _fast.native.ComposedDrafter(natives, list(self._fallback), SURE, DEEP)
-            self.names = self._names
-        self._last: dict[int, dict[int, Draft]] = {}  # by row and part: what was proposed in this step, but for natives
+        each = [
+            (part.native, fallback, part.needs.draws, part.cost.levels is not None)
+            for part, fallback in zip(parts, self._fallback, strict=True)
+        ]
+        self.native = self._native = _fast.native.ComposedDrafter(each, SURE, DEEP)
+        # By row and part: what was proposed in this step by parts in Python that learn what became of it.
+        self._last: dict[int, dict[int, Draft]] = {}
 
     def check_acceptance(self, acceptance: Acceptance) -> None:
         for part in self.parts:
@@ -87,95 +96,83 @@ class ComposedDrafter(Drafter):
                 Argument("acceptance", "coupled"),
             )
 
-    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        exact = [self.needs.draws and v.acceptance == "rejection" and not v.chooser.params.greedy for v in rows]
-        trees: dict[int, list[Draft]] = {}  # what each part proposes, by row
-        whole: dict[int, Drafts] = {}  # the same, of parts that propose drafts
-        for j, part in enumerate(self.parts):
-            if not part.needs.draws:
-                self._ask(j, rows, sizes.tolist(), trees, whole)
-        still: list[Draft] = []
-        left = sizes.tolist()  # for the parts that draw
-        for i, is_exact in enumerate(exact):
-            budget = left[i] // 2 if is_exact else left[i]
-            still.append(merge([trees[j][i] for j in trees], budget))
-            if is_exact:
-                left[i] -= len(still[i])
-            elif rows[i].adaptive and is_sure(still[i], rows[i].depth):
-                left[i] = 0
-        drawing = [j for j, part in enumerate(self.parts) if part.needs.draws]
-        for j in drawing:
-            self._ask(j, rows, left, trees, whole)
-        for i, is_exact in enumerate(exact) if drawing else ():
-            late = [trees[j][i] for j in drawing]
-            still[i] = _side_by_side([*late, still[i]]) if is_exact else merge([still[i], *late], int(sizes[i]))
-        levels = next((drafts.levels for drafts in whole.values() if drafts.levels is not None), None)
-        for i, view in enumerate(rows) if whole else ():
-            self._last[view.row] = {j: drafts.row(i) for j, drafts in whole.items()}
-        drafts = replace(Drafts.of(still, self._names), levels=levels)
-        drawn = next((whole[j] for j in drawing if whole[j].q is not None), None)
-        return drafts if drawn is None or not any(exact) else replace(drafts, q=_distributions(drafts, exact, drawn))
-
-    def _ask(
-        self,
-        j: int,
-        rows: Sequence[RowView],
-        sizes: list[int],
-        trees: dict[int, list[Draft]],
-        whole: dict[int, Drafts],
-    ) -> None:
-        """What part j proposes for the rows that it is asked for."""
-        part, at = self.parts[j], [i for i, size in enumerate(sizes) if size]
-        if self._fallback[j]:
-            at = [i for i in at if not any(trees[earlier][i] for earlier in range(j))]
-        asked, asked_sizes = [rows[i] for i in at], [sizes[i] for i in at]
-        trees[j] = [Draft() for _ in rows]
-        if isinstance(part, TreeDrafter):
-            for i, tree in zip(at, part.trees(asked, asked_sizes) if at else (), strict=True):
-                tree.sources = [j] * len(tree)
-                trees[j][i] = tree
-            return
-        proposed = Drafts.empty(len(rows))
-        if not at and part.cost.levels is not None:
-            proposed = replace(proposed, levels=np.zeros(len(rows), np.int32))
-        elif at:
-            proposed = part.propose(asked, np.array(asked_sizes, np.int32)).among(at, len(rows))
-        whole[j] = proposed
-        for i in at:
-            trees[j][i] = proposed.row(i)
-            trees[j][i].sources = [j] * len(trees[j][i])
-
     @property
-    def observes(self) -> bool:
-        return bool(self._last) or any(part.observes for part in self.parts)
+    def in_python(self) -> Sequence[Drafter]:
+        return [each for part in self.parts for each in part.in_python]
+
+    def drafts_natively(self, view: RowView) -> bool:
+        return all(part.drafts_natively(view) for part in self.parts)
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        drawn = [self.needs.draws and draws_now(view) for view in rows]
+        slots = _fast.native.Slots(
+            self._native, [_asked(*row) for row in zip(rows, sizes.tolist(), drawn, strict=True)]
+        )
+        q: dict[int, F64] = {}  # by row: [k, V] of the nodes that its part that draws proposed
+        for view in rows:
+            self._last.pop(view.row, None)
+        for j in self._native.order:
+            part = self.parts[j]
+            at, left = slots.wanted(j)
+            native = [k for k, i in enumerate(at) if part.drafts_natively(rows[i])]
+            if native:
+                slots.ask(native)
+            which = [k for k in range(len(at)) if k not in native]
+            if not which:
+                continue
+            views, most = [rows[at[k]] for k in which], [left[k] for k in which]
+            try:
+                if isinstance(part, TreeDrafter):
+                    slots.put(which, [_lists(tree) for tree in part.trees(views, most)], None)
+                    continue
+                drafts = part.propose(views, np.array(most, np.int32))
+            except MemoryLimitError:  # nothing this time
+                continue
+            proposed = [drafts.row(n) for n in range(len(views))]
+            slots.put(
+                which, [_lists(draft) for draft in proposed], None if drafts.levels is None else drafts.levels.tolist()
+            )
+            for k, view, draft in zip(which, views, proposed, strict=True):
+                if draft.q is not None and drawn[at[k]]:
+                    q[at[k]] = draft.q
+                if part.observes:
+                    self._last.setdefault(view.row, {})[j] = draft
+        trees, levels = slots.merged()
+        found = Drafts.of([Draft(*lists) for lists in trees], self.names)
+        if self.cost.levels is not None:
+            found = replace(found, levels=np.array(levels, np.int32))
+        if not q:
+            return found
+        distributions = found.one_hot(next(iter(q.values())).shape[1])
+        for i, own in q.items():
+            distributions[i, : len(own)] = own  # drawn nodes come first, in their own order
+        return replace(found, q=distributions)
 
     def observe(self, events: Sequence[Event]) -> None:
         for j, part in enumerate(self.parts):
-            if isinstance(part, TreeDrafter):
-                part.observe(events)
-                continue
-            part.observe([self._seen_by(j, self._columns[j], event) for event in events])
+            if part.observes:
+                part.observe(events if isinstance(part, TreeDrafter) else [self._seen_by(j, e) for e in events])
         for event in events:
             if event.verdict is not None:
                 self._last.pop(event.row, None)
 
-    def _seen_by(self, j: int, columns: list[int], event: Event) -> Event:
+    def _seen_by(self, j: int, event: Event) -> Event:
         """The event as part j would have it alone: its own layers, and the nodes of its own proposal.
 
         ``verdict`` is what the step would have been with this part's proposal only, so it may be shorter than
         ``tokens``.
         """
-        states = None if event.hidden_states is None or not columns else event.hidden_states.layers(columns)
-        verdict = event.verdict
+        columns, states, verdict = self._columns[j], event.hidden_states, event.verdict
+        states = None if states is None or not columns else states.layers(columns)
         if verdict is not None:
-            drafts = self._last.get(event.row)
-            path = follow(drafts[j], verdict.tokens[:-1]) if drafts else np.zeros(0, np.int32)
+            draft = self._last.get(event.row, {}).get(j)
+            path = np.zeros(0, np.int32) if draft is None else follow(draft, verdict.tokens[:-1])
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return event._replace(hidden_states=states, verdict=verdict)
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         for part in self.parts:
-            if part.needs.ranks:
+            if 0 < part.needs.ranks <= ids.shape[1]:  # fewer where parts that need more get them in C++
                 part.rank(row, tokens, np.ascontiguousarray(ids[:, : part.needs.ranks]))
 
     def fork(self, src: int, dst: int, n: int) -> None:
@@ -224,33 +221,14 @@ def follow(draft: Draft, tokens: I32) -> I32:
     return np.array(path, np.int32)
 
 
-def is_sure(draft: Draft, levels: int | None) -> bool:
-    """Whether a draft's drafter is so sure of it that a network's ``levels`` forwards are not worth their time.
-
-    None: the network does not pay by the level, and is always asked.
-    """
-    deep = min(levels or 0, DEEP)
-    return deep > 0 and any(gain >= SURE and len(draft.path(n)) >= deep for n, gain in enumerate(draft.gains))
+def _lists(draft: Draft) -> tuple[list[int], list[int], list[float], list[int]]:
+    return draft.tokens, draft.parents, draft.gains, draft.sources
 
 
-def _side_by_side(trees: Sequence[Draft]) -> Draft:
-    """All nodes of all trees, one tree after the other, nothing merged."""
-    joined = Draft()
-    for tree in trees:
-        offset = len(joined)
-        for token, parent, gain, source in zip(tree.tokens, tree.parents, tree.gains, tree.sources, strict=True):
-            joined.add(token, parent + offset if parent >= 0 else -1, gain, source)
-    return joined
-
-
-def _distributions(drafts: Drafts, exact: list[bool], own: Drafts) -> F64:
-    """q float64 [B, W, V]: what each node of ``own`` was drawn from, one-hot for the others. In exact rows drawn nodes
-    come first, in their own order."""
-    assert own.q is not None
-    q = np.zeros((*drafts.tokens.shape, own.q.shape[2]))
-    for i, is_exact in enumerate(exact):
-        n = int(own.widths[i]) if is_exact else 0
-        q[i, :n] = own.q[i, :n]
-        rest = np.arange(n, int(drafts.widths[i]))
-        q[i, rest, drafts.tokens[i, rest]] = 1.0
-    return q
+def _asked(view: RowView, size: int, drawn: bool) -> tuple[Any, ...]:
+    """A row as ``_native.Slots`` takes it."""
+    # Under rejection no drafter reads the noise that chooses.
+    chooser = None if draws_now(view) else describe(view.chooser, known_edits(view.chooser) or [])
+    depth = -1 if view.depth is None else view.depth
+    prompt = len(view.tokens) - view.chooser.index
+    return view.row, view.request, prompt, view.tokens, size, depth, view.floor, view.adaptive, drawn, chooser

@@ -80,7 +80,7 @@ class Drafting:
         found: dict[str, list[tuple[int, int, Sequence]]] = {}
         for row in rows:
             sequence = row[2]
-            if self.drafts_for(sequence) and (sequence.listens or self.drafters[sequence.drafter].observes):
+            if self.drafts_for(sequence) and (sequence.listens or sequence.observes):
                 found.setdefault(sequence.drafter, []).append(row)
         return found
 

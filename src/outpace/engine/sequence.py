@@ -76,7 +76,10 @@ class Sequence:
         self._known = 0  # pieces of it that were committed
         self.row = -1  # -1: it waits
         self.native: _fast.native.Row | None = None  # itself in its row, as steps take it (``step.native_row``)
-        self.listens = False  # its drafter observes in C++ what becomes final (``step.native_row``)
+        # What its drafter learns from (``step.native_row``): whether C++ observes what becomes final; whether Python
+        # does, with hidden states or not; how many likeliest tokens after each verified one Python gets.
+        self.listens = self.observes = self.reads = False
+        self.ranks = 0
         self.ruled = bool(chooser.rules)
         self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None

@@ -23,7 +23,6 @@ from outpace import _fast
 from outpace.common.arrays import F64, I32
 from outpace.control.adaptive import Decision
 from outpace.drafters.base import Event
-from outpace.drafters.learned.picks import level_by_level
 from outpace.engine.core import Core
 from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
 from outpace.engine.scheduler import Plan
@@ -136,15 +135,20 @@ def native_row(core: Core, sequence: Sequence) -> _fast.native.Row:
     request, drafting = sequence.request, core.drafting
     view, drafter, needs = drafting.view(sequence), drafting.drafter_of(sequence), drafting.needs_of(sequence)
     native = None if drafter is None else drafter.native
-    sequence.listens = native is not None and bool(native.hidden_layers) and core.model.native is not None
+    beside = core.model.native is not None  # a native model gives native drafters what they learn from
+    learning = [] if drafter is None else drafter.in_python if beside else [drafter]
+    sequence.listens = native is not None and bool(native.hidden_layers) and beside
+    sequence.observes = any(each.observes for each in learning)
+    sequence.reads = any(each.needs.hidden_layers for each in learning)
+    sequence.ranks = max((each.needs.ranks for each in learning), default=0)
     sequence.native = core.rows.row(
         row=sequence.row, request=request.id, prompt=sequence.prompt_length, adaptive=view.adaptive,
         drafter=view.drafter, native=native, names=() if drafter is None else drafter.names,
-        natively=native is not None and not (needs.draws and level_by_level(view)),
+        natively=drafter is not None and drafter.drafts_natively(view),
         drafts=drafter is not None, reads=bool(needs.hidden_layers),
         ruled=any(getattr(rule, how, None) is not None for rule in view.chooser.rules for how in ("mask", "forced")),
         acceptance=request.acceptance,
-        watched=needs.choices or ranks(core, sequence) > 0,
+        watched=needs.choices or sequence.ranks > 0,
         chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
     )  # fmt: skip
     return sequence.native
@@ -230,30 +234,22 @@ def verify(step: Step) -> None:
         if not tokens or not walk.stands(tokens, path):
             tokens, path = walk.verdict()
             rows.decide(i, tokens, path)
-        if count := ranks(core, sequence):
-            rank(step, i, sequence, count)
+        if sequence.ranks and core.drafting.drafts_for(sequence):
+            rank(step, i, sequence)
         if walk.failure is not None:
             step.dead[i] = walk.failure
         if i in step.proposals:
             step.choices[i] = numbered(step.proposals[i], walk.draft, walk.every())
 
 
-def ranks(core: Core, sequence: Sequence) -> int:
-    """How many of the target's likeliest tokens the row's drafter gets from Python; 0 where C++ has both."""
-    drafter = core.drafting.drafter_of(sequence)
-    if drafter is None or (drafter.native is not None and core.model.native is not None):
-        return 0
-    return drafter.needs.ranks
-
-
-def rank(step: Step, i: int, sequence: Sequence, count: int) -> None:
+def rank(step: Step, i: int, sequence: Sequence) -> None:
     """Row i's drafter gets the target's likeliest tokens after the pending token and every node."""
     assert step.output is not None
     rows, drafting = step.core.rows, step.core.drafting
     starts, token = rows.starts, rows.batch[0]
     at = np.arange(starts[i], starts[i + 1], dtype=np.int32)
-    ids = np.full((len(at), count), -1, np.int32)
-    for n, found in enumerate(step.output.logprobs(at, token[at], [count] * len(at))):
+    ids = np.full((len(at), sequence.ranks), -1, np.int32)
+    for n, found in enumerate(step.output.logprobs(at, token[at], [sequence.ranks] * len(at))):
         ids[n, : len(found.top)] = [one.token for one in found.top]
     drafter = drafting.drafters[sequence.drafter]
     drafting.attempt(sequence.drafter, [sequence], lambda arg: drafter.rank(sequence.row, *arg), (token[at], ids))
@@ -365,7 +361,7 @@ def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenSt
     found: dict[int, HiddenStates] = {}
     starts = step.core.rows.starts
     for b, sequence in enumerate([*step.plan.decoding, *(chunk.sequence for chunk in step.plan.chunks)]):
-        if sequence.listens or not step.core.drafting.needs_of(sequence).hidden_layers:
+        if not sequence.reads:
             continue
         at = np.arange(starts[b], starts[b + 1], dtype=np.int32)
         if b < len(ends):
@@ -386,11 +382,12 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
     final = [(i, len(ends[i].tokens), s) for i, s in enumerate(plan.decoding) if s.row >= 0]
     final += [(j, chunk.count, chunk.sequence) for j, chunk in enumerate(plan.chunks, len(plan.decoding))]
     for name, entries in drafting.observing(final).items():
-        sequences = [s for _, _, s in entries]
-        if sequences[0].listens:
-            drafting.attempt(name, sequences, core.rows.observe, [(i, n) for i, n, _ in entries])
-        else:
-            drafting.observe(name, sequences, [event(step, i, n, s, states.get(i)) for i, n, s in entries])
+        if entries[0][2].listens:
+            drafting.attempt(name, [s for _, _, s in entries], core.rows.observe, [(i, n) for i, n, _ in entries])
+        entries = [(i, n, s) for i, n, s in entries if s.observes and drafting.drafts_for(s)]
+        if entries:
+            events = [event(step, i, n, s, states.get(i)) for i, n, s in entries]
+            drafting.observe(name, [s for _, _, s in entries], events)
     if drafting.policy is not None:
         spent = clock.so_far()
         core.rows.learn(spent["draft"], spent["target"] + spent["verify"] + spent["other"])

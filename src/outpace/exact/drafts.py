@@ -12,6 +12,7 @@ import numpy.typing as npt
 from outpace import _fast
 from outpace.common.arrays import F32, F64, I32
 
+ASSUMED = 0.7  # a node's chance, given its parent's, where its drafter estimates none; native/drafting/draft.h, too
 UNNAMED = "draft"  # the source of nodes whose drafter gives no name
 
 

@@ -16,12 +16,10 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import F32, I32
-from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, levels
-from outpace.drafters.composed import ASSUMED
+from outpace.drafters.base import DraftCost, DrafterNeeds, Event, RowView, level_by_level, levels
 from outpace.drafters.forward.chain import ChainDrafter
-from outpace.drafters.learned.picks import level_by_level
 from outpace.errors import MemoryLimitError
-from outpace.exact.drafts import Drafts
+from outpace.exact.drafts import ASSUMED, Drafts
 from outpace.exact.sampling import Chooser
 from outpace.models.base import HostOutput
 

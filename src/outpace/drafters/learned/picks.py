@@ -5,19 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from outpace.common.arrays import F32, F64, I32
-from outpace.drafters.base import RowView
 from outpace.exact.noise import Stream
-from outpace.exact.rules import Penalties
 from outpace.exact.sampling import Chooser, filtered
 
 RIVALS = 8  # tokens that a chance is shared among, at least, where noise decides
-
-
-def level_by_level(view: RowView) -> bool:
-    """Whether every level of the row's draft needs its logits here: to draw from a q that is known, or for rules that
-    forbid tokens."""
-    drawn = view.acceptance == "rejection" and not view.chooser.params.greedy
-    return drawn or any(type(rule) is not Penalties for rule in view.chooser.rules)
 
 
 def likeliest(logits: F32, k: int) -> tuple[list[int], list[float]]:

@@ -1,0 +1,140 @@
+#include "drafting/composed.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "drafting/merge.h"
+#include "runtime/kv.h"
+
+namespace outpace {
+
+ComposedDrafter::ComposedDrafter(std::vector<Part> parts, double sure, int deep) : parts_(std::move(parts)), sure_(sure), deep_(deep) {
+    for (const bool draws : {false, true})
+        for (size_t j = 0; j < parts_.size(); ++j)
+            if (parts_[j].draws == draws) order_.push_back(j);
+    for (const Part& part : parts_) {
+        draws_ = draws_ || part.draws;
+        stepwise_ = stepwise_ || part.stepwise;
+        if (part.drafter) layers_.insert(layers_.end(), part.drafter->hidden_layers().begin(), part.drafter->hidden_layers().end());
+    }
+    std::sort(layers_.begin(), layers_.end());
+    layers_.erase(std::unique(layers_.begin(), layers_.end()), layers_.end());
+}
+
+ComposedDrafter::Slots::Slots(const ComposedDrafter& composed, const std::vector<Asked>& rows)
+    : composed_(composed), rows_(rows), drafts_(rows.size(), std::vector<Draft>(composed.parts_.size())), depths_(rows.size()) {}
+
+std::vector<Asked> ComposedDrafter::Slots::wanted(size_t part, std::vector<size_t>& at) {
+    const Part& each = composed_.parts_.at(part);
+    if (each.draws && !settled_) settle();
+    std::vector<Asked> asked;
+    at.clear();
+    for (size_t i = 0; i < rows_.size(); ++i) {
+        const int size = each.draws ? left_[i] : rows_[i].size;
+        const auto before = drafts_[i].begin() + static_cast<std::ptrdiff_t>(part);
+        if (!size || (each.fallback && std::any_of(drafts_[i].begin(), before, [](const Draft& tree) { return !tree.empty(); }))) continue;
+        asked.push_back(rows_[i]);
+        asked.back().size = size;
+        at.push_back(i);
+    }
+    return asked;
+}
+
+void ComposedDrafter::Slots::ask(size_t part, const std::vector<Asked>& asked, const std::vector<size_t>& at) {
+    if (asked.empty()) return;
+    std::vector<Draft> drafts;
+    try {
+        composed_.parts_.at(part).drafter->propose(asked, drafts);
+    } catch (const MemoryLimit&) { return; }
+    for (size_t i = 0; i < at.size(); ++i) put(part, at[i], std::move(drafts[i]));
+}
+
+void ComposedDrafter::Slots::put(size_t part, size_t row, Draft draft) {
+    std::fill(draft.sources.begin(), draft.sources.end(), static_cast<int>(part));
+    if (composed_.parts_.at(part).stepwise) depths_.at(row) = std::max(depths_[row], draft.levels < 0 ? rows_[row].depth() : draft.levels);
+    drafts_.at(row)[part] = std::move(draft);
+}
+
+// What parts that draw are left: under rejection all but what the others, which share half of the nodes, have taken.
+void ComposedDrafter::Slots::settle() {
+    settled_ = true;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+        const Asked& row = rows_[i];
+        std::vector<Draft> certain;
+        for (size_t j = 0; j < drafts_[i].size(); ++j)
+            if (!composed_.parts_[j].draws) certain.push_back(drafts_[i][j]), certain.back().assume();
+        certain_.push_back(merge(certain, row.drawn ? row.size / 2 : row.size));
+        const bool spared = !row.drawn && row.adaptive && is_sure(certain_.back(), row.levels);
+        left_.push_back(row.drawn ? row.size - static_cast<int>(certain_.back().size()) : spared ? 0 : row.size);
+    }
+}
+
+bool ComposedDrafter::Slots::is_sure(const Draft& tree, int depth) const {
+    if (depth <= 0) return false;
+    const std::vector<int> depths = tree.depths();
+    for (size_t n = 0; n < depths.size(); ++n)
+        if (tree.gains[n] >= composed_.sure_ && depths[n] >= std::min(depth, composed_.deep_)) return true;
+    return false;
+}
+
+std::vector<Draft> ComposedDrafter::Slots::merged() {
+    if (!settled_) settle();
+    std::vector<Draft> trees = certain_;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+        std::vector<Draft> drawn;
+        for (const size_t j : composed_.order_)
+            if (composed_.parts_[j].draws && !drafts_[i][j].empty()) drawn.push_back(drafts_[i][j]);
+        if (!drawn.empty() && rows_[i].drawn) {  // each sampled node is a trial of its own, tried first; nothing is merged
+            drawn.push_back(std::move(trees[i]));
+            trees[i] = side_by_side(drawn);
+        } else if (!drawn.empty()) {
+            for (Draft& draft : drawn) draft.assume();
+            drawn.insert(drawn.begin(), std::move(trees[i]));
+            trees[i] = merge(drawn, rows_[i].size);
+        }
+        trees[i].levels = composed_.stepwise_ ? depths_[i] : -1;
+    }
+    return trees;
+}
+
+void ComposedDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
+    Slots slots(*this, rows);
+    std::vector<size_t> at;
+    for (const size_t j : order_) {
+        const std::vector<Asked> asked = slots.wanted(j, at);
+        slots.ask(j, asked, at);
+    }
+    trees = slots.merged();
+}
+
+bool ComposedDrafter::observe(const std::vector<Final>& rows, const States& states) {
+    bool behind = false;
+    for (const Part& part : parts_)
+        if (part.drafter && !part.drafter->hidden_layers().empty()) behind = part.drafter->observe(rows, states) || behind;
+    return behind;
+}
+
+void ComposedDrafter::read_ahead() {
+    for (const Part& part : parts_)
+        if (part.drafter) part.drafter->read_ahead();
+}
+
+int ComposedDrafter::ranks() const {
+    int most = 0;
+    for (const Part& part : parts_)
+        if (part.drafter) most = std::max(most, part.drafter->ranks());
+    return most;
+}
+
+void ComposedDrafter::rank(int64_t row, const int32_t* tokens, size_t n, const int32_t* ids) {
+    const auto most = static_cast<size_t>(ranks());
+    std::vector<int32_t> best;
+    for (const Part& part : parts_) {
+        const auto k = static_cast<size_t>(part.drafter ? part.drafter->ranks() : 0);
+        best.clear();
+        for (size_t i = 0; i < n; ++i) best.insert(best.end(), ids + i * most, ids + i * most + k);
+        if (k) part.drafter->rank(row, tokens, n, best.data());
+    }
+}
+
+}  // namespace outpace
