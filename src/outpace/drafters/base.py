@@ -150,7 +150,7 @@ class Drafter:
         raise NotImplementedError
 
     def drafts_natively(self, view: RowView) -> bool:
-        """Whether ``native`` drafts for the row, and ``propose`` is not asked."""
+        """Whether ``native`` drafts for the row ``view``, and ``propose`` is not asked."""
         return self.native is not None and not (self.needs.draws and level_by_level(view))
 
     @property
