@@ -44,6 +44,18 @@ def export(
         if rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            for end in ("fast", "slow"):
+                if f"beta_{end}" in rope:
+                    writer.add_float32(f"{architecture}.rope.scaling.yarn_beta_{end}", rope[f"beta_{end}"])
+            if "attention_factor" in rope:  # beside what yarn makes of the factor
+                writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(rope["factor"]) + 1))
+    if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":

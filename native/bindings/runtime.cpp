@@ -42,7 +42,7 @@ Layer layer_of(const Named& d) {
 }
 
 void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const std::vector<Floats>& ropes) {
+    const Floats& final_norm, const std::vector<std::pair<Floats, float>>& ropes) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
     read<int, Config>(c, config,
@@ -50,13 +50,15 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
             {"head_dim", &Config::head_dim}, {"ffn", &Config::ffn}, {"max_length", &Config::max_length}, {"outputs", &Config::outputs}});
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
-            {"rope_scale", &Config::rope_scale}, {"residual_scale", &Config::residual_scale}});
+            {"residual_scale", &Config::residual_scale}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("unknown activation '" + activation + "'");
     config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
-    new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), values_of(ropes));
+    std::vector<RopeTable> tables;
+    for (const auto& [frequencies, scale] : ropes) tables.push_back({values_of(frequencies), scale});
+    new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), std::move(tables));
 }
 
 void make_runtime(Runtime* self, int threads) {

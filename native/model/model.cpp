@@ -56,7 +56,7 @@ Model::Model(
       kv_({static_cast<int>(weights_->layers.size()), weights_->config.kv_heads, weights_->config.head_dim, kv_type}, kv_limit),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
-    for (const std::vector<float>& table : weights_->ropes) ropes_.emplace_back(table, weights_->config.rope_scale);
+    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
 }

@@ -52,15 +52,15 @@ void check(const Weights& w) {
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }
-    for (const std::vector<float>& rope : w.ropes)
-        if (rope.empty() || static_cast<int>(rope.size()) * 2 > c.head_dim)
+    for (const auto& [frequencies, scale] : w.ropes)
+        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
             throw std::invalid_argument("a rope table does not fit the head size");
 }
 
 }  // namespace
 
 Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, Matrix head_, std::vector<float> final_norm_,
-    std::vector<std::vector<float>> ropes_)
+    std::vector<RopeTable> ropes_)
     : config(config_),
       layers(std::move(layers_)),
       embedding(std::move(embedding_)),

@@ -29,21 +29,25 @@ struct Config {
     Activation activation;
     int max_length;
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
-    float rope_scale = 1.0f;      // of cosines and sines
     float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
+};
+
+struct RopeTable {
+    std::vector<float> frequencies;  // inverse ones
+    float scale;                     // of cosines and sines
 };
 
 // Never changed once it is made, so that any number of models can share it.
 struct Weights {
     // Throws std::invalid_argument for what does not fit together.
     Weights(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
-        std::vector<std::vector<float>> ropes);
+        std::vector<RopeTable> ropes);
 
     const Config config;
     const std::vector<Layer> layers;
     const Matrix embedding, head;
     const std::vector<float> final_norm;
-    const std::vector<std::vector<float>> ropes;  // inverse frequencies of each table
+    const std::vector<RopeTable> ropes;
 
     size_t bytes() const;
 };

@@ -13,7 +13,7 @@ from outpace.models import families, metadata, rope
 from outpace.models.families import BIASES, KEYS, OUTER, Family
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
-from outpace.models.weights.facts import Facts, read_config
+from outpace.models.weights.facts import Facts, brief, read_config
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
@@ -23,7 +23,9 @@ _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
 REFUSED = {
     "mlp_bias": "its feed-forward layers have biases",
+    "attention_out_bias": "what attention gives has a bias",
     "final_logit_softcapping": "it caps its logits softly",
+    "num_local_experts": "it is a mixture of experts",
     "use_bidirectional_attention": "it attends in both directions",
 }
 
@@ -96,9 +98,10 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         for name in ("rope_freqs.weight", "rope_factors_short.weight")
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
-    ropes = [rope.from_gguf(facts, bases[0], head_dim, family.rotates_part, *factors)]
-    for base in bases[1:]:  # what stretches rotations is meant for layers that see all
-        ropes.append(Rope(base, rope.inverse_frequencies(base, head_dim), ropes[0].scale))
+    longest = facts.whole(KEYS["max_length"][_GGUF])
+    ropes = [rope.from_gguf(facts, bases[0], head_dim, family.rotates_part, longest, *factors)]
+    # What stretches rotations is meant for layers that see all.
+    ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
     decoder = _decoder(
@@ -141,6 +144,11 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     for key in family.refuses:
         if facts.get(key):
             raise facts.fail(f"{REFUSED[key]} ({key})")
+    for key, values in family.requires.items():
+        there = facts.get(key)
+        other = [each for each in (there if isinstance(there, list) else [there]) if each not in values]
+        if other:
+            raise facts.fail(f"its {key} has {brief(other[0])}, where only {' or '.join(values)} is supported")
     layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
     rotated = _rotated(facts, family, layers)
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
@@ -195,7 +203,7 @@ def _decoder(
     """What both spellings have under names of their own, checked."""
 
     def whole(name: str, *default: int) -> int:
-        return facts.whole(KEYS[name][spelling], *default)
+        return facts.whole(family.keys.get(name, KEYS[name][1]) if spelling else KEYS[name][0], *default)
 
     def factor(name: str, default: float) -> float:
         if name not in family.scales:
@@ -207,8 +215,6 @@ def _decoder(
     kv_heads = whole("kv_heads", heads)
     if heads % kv_heads or head_dim % 2:
         raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
-    if len({table.scale for table in ropes}) > 1:
-        raise facts.fail("its rotations are scaled differently by layer")
     tables = [int(window > 0 and len(ropes) > 1) for window in windows]
     return Decoder(
         family=family,
@@ -270,6 +276,8 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
         windowed = [i >= first for i in range(layers)]
     elif rule.unrotated:
         windowed = [not turns for turns in rotated]
+    elif not rule.full_every:
+        windowed = [bool(there)] * layers
     else:
         every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every)
         windowed = [(i + 1) % every != 0 for i in range(layers)]

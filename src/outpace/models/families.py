@@ -114,6 +114,9 @@ class Family:
     query_scalar: bool = False  # config.json has query_pre_attn_scalar^-0.5 for head_dim^-0.5
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
     refuses: tuple[str, ...] = ()  # keys of ``decoder.REFUSED`` that its config.json may have
+    # What its config.json must say, by key, of each layer where it is a list.
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)  # of its config.json, where they differ from ``KEYS``
     absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
@@ -189,6 +192,32 @@ FAMILIES = (
     Family(
         "granite", "GraniteForCausalLM", "granite", {**_LAYER, **_NORMS_BEFORE}, "granite", interleaved=True,
         scales=SCALES, refuses=("mlp_bias",), absent={"attention_multiplier": 1.0, "max_position_embeddings": 2048},
+    ),
+    Family(
+        "granite4", "GraniteMoeHybridForCausalLM", "granitemoehybrid",
+        {
+            **_LAYER, **_NORMS_BEFORE, "down": ("ffn_down", "shared_mlp.output_linear"),
+            **dict.fromkeys(("gate", "up"), ("ffn_up", "shared_mlp.input_linear")),
+        },
+        scales=SCALES, refuses=("num_local_experts",),
+        requires={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")},
+        keys={"inner": "shared_intermediate_size"},
+        absent={
+            "attention_multiplier": 1.0, "max_position_embeddings": 2048, "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+    ),
+    Family(
+        "seed_oss", "SeedOssForCausalLM", "seed_oss",
+        {**_LAYER, **_NORMS_BEFORE, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")}, "seed_oss",
+        biases=("q", "k", "v"), refuses=("mlp_bias", "attention_out_bias"),
+        absent={
+            "attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524288,
+        },
+    ),
+    Family(
+        "ministral", "MinistralForCausalLM", "ministral", {**_LAYER, **_NORMS_BEFORE}, windows=Windows(), biases=(),
+        absent={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,

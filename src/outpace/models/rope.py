@@ -58,8 +58,10 @@ def from_config(facts: Facts, width: int, part: bool, longest: int) -> Rope:
     return KINDS[kind](facts, facts.number("rope_theta"), width, longest)
 
 
-def from_gguf(facts: Facts, base: float, width: int, part: bool, divisors: F32 | None, short: F32 | None) -> Rope:
-    """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated.
+def from_gguf(
+    facts: Facts, base: float, width: int, part: bool, longest: int, divisors: F32 | None, short: F32 | None
+) -> Rope:
+    """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated, contexts up to ``longest``.
 
     ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any.
     """
@@ -67,13 +69,27 @@ def from_gguf(facts: Facts, base: float, width: int, part: bool, divisors: F32 |
     if rotated != width and not part:
         raise facts.fail(f"its {facts.prefix}rope.dimension_count is {rotated}, where its family rotates all {width}")
     kind = facts.get("rope.scaling.type", "linear")  # as llama.cpp reads a factor alone
+    scale = facts.number("rope.scaling.attn_factor", 1.0)
     factor = facts.get("rope.scaling.factor", facts.get("rope.scale_linear", 1.0)) or 1.0
     stretch = np.float32(facts.about({"rope.scaling.factor": factor}).number("rope.scaling.factor"))
     if kind in ("none", ""):
         stretch = _ONE
-    elif kind not in ("linear", "longrope"):
-        raise facts.fail(f"its rope scaling {kind!r} is not supported (linear, llama3 and longrope are)")
+    elif kind not in ("linear", "longrope", "yarn"):
+        raise facts.fail(f"its rope scaling {kind!r} is not supported (linear, llama3, longrope and yarn are)")
     frequencies = inverse_frequencies(base, rotated) / stretch
+    if kind == "yarn":
+        if stretch == 1:
+            raise facts.fail("its rotations are stretched by yarn, and rope.scaling.factor does not say how much")
+        if divisors is not None or short is not None:
+            raise facts.fail("its rotations are stretched twice, by yarn and by a tensor of factors")
+        original = facts.whole("rope.scaling.original_context_length", longest)
+        fast, slow = (
+            facts.number(f"rope.scaling.yarn_beta_{end}", value) for end, value in (("fast", 32.0), ("slow", 1.0))
+        )
+        frequencies = _stretched_by_turns(base, rotated, float(stretch), original, fast, slow)
+        scale *= _mscale(float(stretch))
+        if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
+            raise facts.fail("its yarn is applied in part (rope.scaling.yarn_ext_factor)")
     for name, by in (("rope_freqs.weight", divisors), ("rope_factors_short.weight", short)):
         if by is not None and (by.shape != frequencies.shape or not (by > 0).all()):
             raise facts.fail(f"{name} does not fit its {len(frequencies)} frequencies")
@@ -87,7 +103,7 @@ def from_gguf(facts: Facts, base: float, width: int, part: bool, divisors: F32 |
         limit = facts.whole("rope.scaling.original_context_length")
     elif kind == "longrope":
         raise facts.fail("it has no tensor rope_factors_short.weight, so the model is incomplete")
-    return Rope(base, frequencies, facts.number("rope.scaling.attn_factor", 1.0), limit)
+    return Rope(base, frequencies, scale, limit)
 
 
 def _default(facts: Facts, base: float, width: int, longest: int) -> Rope:
@@ -121,6 +137,49 @@ def _longrope(facts: Facts, base: float, width: int, longest: int) -> Rope:
     return Rope(base, inverse_frequencies(base, width, short), facts.number("attention_factor", scale), original)
 
 
+def _yarn(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    """YaRN (Peng et al., arXiv 2309.00071)."""
+    original = facts.whole("original_max_position_embeddings", longest)
+    factor = longest / original if facts.get("factor") is None else facts.number("factor")
+    fast, slow = (
+        facts.number(f"beta_{end}") if facts.get(f"beta_{end}") else value
+        for end, value in (("fast", 32.0), ("slow", 1.0))
+    )
+    frequencies = _stretched_by_turns(base, width, factor, original, fast, slow, facts.get("truncate", True))
+    scale, over = facts.get("mscale"), facts.get("mscale_all_dim")
+    if facts.get("attention_factor") is not None:
+        return Rope(base, frequencies, facts.number("attention_factor"))
+    if scale and over:
+        return Rope(
+            base, frequencies, _mscale(factor, facts.number("mscale")) / _mscale(factor, facts.number("mscale_all_dim"))
+        )
+    return Rope(base, frequencies, _mscale(factor))
+
+
+def _mscale(factor: float, by: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+
+def _stretched_by_turns(
+    base: float, width: int, factor: float, original: int, fast: float, slow: float, truncate: bool = True
+) -> F32:
+    """Inverse frequencies of waves that turn more than ``fast`` times within ``original`` positions as they are, of
+    those that turn less than ``slow`` times divided by ``factor``, and blended between, by dimension."""
+
+    def dimension(turns: float) -> float:
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(fast), dimension(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    frequencies = inverse_frequencies(base, width)
+    blended: F32 = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(np.float32)
+    return blended
+
+
 KINDS: dict[str, Callable[[Facts, float, int, int], Rope]] = {
-    "default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope,
+    "default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope, "yarn": _yarn,
 }  # fmt: skip

@@ -156,11 +156,10 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         "attention_scale": model.attention_scale,
         "embedding_scale": model.embedding_scale,
         "residual_scale": model.residual_scale,
-        "rope_scale": model.ropes[0].scale,
         "activation": model.family.activation,
         "max_length": longest,
     }
-    ropes = [np.ascontiguousarray(table.frequencies, np.float32) for table in model.ropes]
+    ropes = [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in model.ropes]
     norm = weights.vector(None, "final_norm")
     assert norm is not None
     return _native.Weights(config, layers, embedding, head, norm, ropes)
