@@ -22,7 +22,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("neither a card nor TRITON_INTERPRET=1", allow_module_level=True)
 
 from outpace.models.base import Batch
-from outpace.models.torch import attention, between, fused, kernel
+from outpace.models.torch import attention, between, decoder, fused, kernel
 from outpace.models.torch.kv import SPLIT, LayerShape, Seen, TorchKV
 from outpace.models.torch.model import TransformersModel
 from tests.integration.test_architectures import tiny
@@ -156,7 +156,7 @@ def test_what_stands_between_products_agrees_with_the_reference(
         torch.testing.assert_close(ours, expected, atol=4 * CLOSE[dtype], rtol=4 * CLOSE[dtype])
     for ours, whole in zip(run(fused, [3, 1]), every, strict=True):
         assert torch.equal(ours, whole[[3, 1]])
-    assert between.between(torch.device(device), dtype) is fused
+    assert decoder._operations(torch.device(device), dtype) is fused
 
 
 def test_a_model_s_proof_at_load_runs_it(device: str) -> None:

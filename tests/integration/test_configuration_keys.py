@@ -68,7 +68,7 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "sliding_window_pattern": [2, 3], "max_window_layers": [0, 2], "use_bidirectional_attention": [True],
     "rope_theta": [300.0], "partial_rotary_factor": [0.5], "rope_scaling": [{"rope_type": "linear", "factor": 4.0}],
     "rope_local_base_freq": [300.0], "clip_qkv": [0.5], "attention_bias": [True], "mlp_bias": [True],
-    "qk_layernorm": [True], "position_embedding_type": ["nope"],
+    "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
 }  # fmt: skip
 
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 import transformers
 from native_helpers import BLOCKS, Tiny, feed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from outpace.errors import ModelError, ParameterError
 from outpace.models import rope
 from outpace.models.decoder import from_folder
+from outpace.models.load import load
 from outpace.models.native.build import estimate
 from outpace.models.native.model import load_native
+from outpace.models.options import LoadOptions
 from outpace.models.weights.gguf import GGUFFile
 from tests.exported import export
 
@@ -139,6 +143,55 @@ def test_quantised_on_loading(quantize: str, tmp_path: Path, rng: np.random.Gene
     got, expected = feed(ours, row, tokens), reference(theirs, tokens)
     correlation = np.corrcoef(got.ravel(), expected.ravel())[0, 1]
     assert correlation > {"int8": 0.99, "int4": 0.8}[quantize]  # random weights forgive little
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
+    "Mistral3": {
+        "text_config": COMMON | {"model_type": "mistral", "head_dim": 16},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
+    },
+    "Qwen3VL": {
+        "text_config": COMMON | {"head_dim": 16, "rope_parameters": MROPE},
+        "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    },
+    "Qwen2_5_VL": {"text_config": COMMON | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
+    "Llava": {
+        "text_config": COMMON | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_text_of_a_model_that_reads_images(
+    name: str, tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**WRAPPERS[name])
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
+    theirs.save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(120)}, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(tmp_path)
+    tokens = rng.integers(3, 120, 60)
+    expected = reference(theirs, tokens)
+    for options in (
+        LoadOptions(backend="native", dtype="float32", kv_dtype="float32"),
+        LoadOptions(backend="transformers", dtype="float32", device="cpu"),
+    ):
+        ours, _ = load(tmp_path, options)
+        assert np.abs(feed(ours, ours.kv.alloc(), tokens) - expected).max() < 2e-3 * np.abs(expected).max()
+        ours.close()
+    assert "reads images, which are not decoded here: its part for text is served" in caplog.text
+    assert "UNEXPECTED" not in caplog.text
 
 
 ARCHITECTURES = {

@@ -52,6 +52,7 @@ class Decoder:
     windows: tuple[int, ...]  # positions a token sees, itself among them, by layer; 0: all
     biases: tuple[str, ...]  # parts of a layer that have one
     tied: bool  # the head is the embedding
+    wrapped: bool = False  # it is the text's part of a model that reads images, too
 
     @property
     def layers(self) -> int:
@@ -127,12 +128,15 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
 def from_folder(folder: Path, verdict: str) -> Decoder:
     """The decoder that a Hugging Face folder's config.json describes. Raises ModelError as ``from_gguf`` does."""
     config = read_config(folder)
+    text = families.text_part(config)
+    config = text or config
     facts = Facts(str(folder), config, verdict=verdict)
     named = next(iter(config.get("architectures") or [None]))
     family = families.of_class(str(named))
     if family is None:
         known = ", ".join(each.model for each in families.FAMILIES)
-        raise facts.fail(f"the architecture {named!r} is not one of {known}")
+        inner = f" around {config.get('text_config', {}).get('model_type')!r}" if named in families.WRAPPERS else ""
+        raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
     facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config}, verdict=verdict)
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
@@ -144,11 +148,9 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     for key in family.refuses:
         if facts.get(key):
             raise facts.fail(f"{REFUSED[key]} ({key})")
-    for key, values in family.requires.items():
-        there = facts.get(key)
-        other = [each for each in (there if isinstance(there, list) else [there]) if each not in values]
-        if other:
-            raise facts.fail(f"its {key} has {brief(other[0])}, where only {' or '.join(values)} is supported")
+    if (other := families.unmet(family, facts.get)) is not None:
+        only = " or ".join(family.requires[other[0]])
+        raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
     layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
     rotated = _rotated(facts, family, layers)
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
@@ -163,13 +165,16 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         windows=_folder_windows(facts, family, rotated),
         scale=scalar**-0.5,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
-        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder),
+        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, text is not None),
+        wrapped=text is not None,
     )
 
 
-def _has_own_head(folder: Path) -> bool:
+def _has_own_head(folder: Path, wrapped: bool) -> bool:
     """Whether a folder has a head with other values than its embedding, which then counts whatever config.json says."""
     _, stored = safetensors.read_folder(folder)
+    if wrapped:
+        stored = {name: tensor for full, tensor in stored.items() if (name := families.text_name(full)) is not None}
     embedding, head = (stored.get(f"{OUTER[part][_FOLDER]}.weight") for part in ("embedding", "head"))
     if embedding is None or head is None:
         return False
@@ -199,6 +204,7 @@ def _decoder(
     scale: float,
     biases: tuple[str, ...],
     tied: bool,
+    wrapped: bool = False,
 ) -> Decoder:
     """What both spellings have under names of their own, checked."""
 
@@ -235,6 +241,7 @@ def _decoder(
         windows=tuple(windows),
         biases=biases,
         tied=tied,
+        wrapped=wrapped,
     )
 
 

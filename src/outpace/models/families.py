@@ -7,7 +7,7 @@ half over the whole head, scores scaled by head_dim^-0.5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,7 @@ FAMILIES = (
         absent={
             "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": 262208,
             "max_position_embeddings": 131072,
         },
     ),
@@ -231,12 +232,70 @@ FAMILIES = (
 )  # fmt: skip
 
 
+# Models of images and text whose part for text is served alone: the class in Hugging Face's files -> the model_type of
+# the family that its text is computed as; None: text_config says.
+WRAPPERS: Mapping[str, str | None] = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "LlavaForConditionalGeneration": None,
+    "LlavaNextForConditionalGeneration": None,
+    "Mistral3ForConditionalGeneration": None,
+    "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+}
+# Beginnings of their tensors' names: those of text with what stands for them in a model of text, and the others.
+TEXT_TENSORS = (
+    ("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
+)  # fmt: skip
+IMAGE_TENSORS = tuple(
+    f"{prefix}{part}" for prefix in ("", "model.")
+    for part in ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
+)  # fmt: skip
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the config.json of a wrapper's text alone would be; None where it is none of ``WRAPPERS``, or its text is of
+    no family here."""
+    named = next(iter(config.get("architectures") or [None]))
+    if named not in WRAPPERS:
+        return None
+    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
+    kind = WRAPPERS[named] or text.get("model_type")
+    family = next((family for family in FAMILIES if family.transformers == kind), None)
+    if family is None:
+        return None
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    own = {**text, **tied, "architectures": [family.model], "model_type": family.transformers}
+    for key in ("rope_scaling", "rope_parameters"):  # without images all of a position's parts are the same
+        rope = own.get(key)
+        if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
+            own[key] = {**rope, "type": "default", "rope_type": "default"}
+    return own
+
+
+def text_name(name: str) -> str | None:
+    """A wrapper's tensor as its text's model calls it; None: it is of images."""
+    if name.startswith(IMAGE_TENSORS):
+        return None
+    return next((own + name.removeprefix(theirs) for theirs, own in TEXT_TENSORS if name.startswith(theirs)), name)
+
+
 def of_gguf(architecture: str, windowed: bool = False) -> Family | None:
     """The family of GGUF files of this architecture. ``windowed``: of those that give a window."""
     family = next((family for family in FAMILIES if family.gguf == architecture), None)
     if windowed and family is not None and family.windowed is not None:
         return next(other for other in FAMILIES if other.name == family.windowed)
     return family
+
+
+def unmet(family: Family, get: Callable[[str], Any]) -> tuple[str, Any] | None:
+    """A key that ``family`` requires to have another value than ``get`` gives, and that value."""
+    for key, values in family.requires.items():
+        there = get(key)
+        for each in there if isinstance(there, list) else [there]:
+            if each not in values:
+                return key, each
+    return None
 
 
 def of_class(name: str) -> Family | None:

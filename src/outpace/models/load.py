@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from outpace.models import demo, families
 from outpace.models.options import LoadOptions
 from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.weights import safetensors, tensors
+from outpace.models.weights.facts import read_config
 from outpace.models.weights.file_bytes import refuse_pointer
 from outpace.models.weights.gguf import GGUFFile, is_gguf
 from outpace.models.weights.hub import from_hub, from_name, is_name
@@ -126,7 +128,10 @@ def load(
     options = options or LoadOptions()
     source = spec if isinstance(spec, Source) else resolve(spec, options)
     gguf = source.gguf
-    if _backend_for(source, gguf, options) == "native":
+    backend = _backend_for(source, gguf, options)
+    if gguf is None and families.text_part(read_config(source.path)) is not None:
+        log.warning("%s also reads images, which are not decoded here: its part for text is served", source.name)
+    if backend == "native":
         return _load_native(source, gguf, options, beside)
     if options.quantize is not None:
         raise ParameterError(Argument("quantize"), f" needs the native backend, which does not serve {source.name}")
@@ -352,7 +357,12 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": options.trust_remote_code, "local_files_only": True}
-    config = AutoConfig.from_pretrained(str(source.path), **trust)
+    text, renamed = families.text_part(read_config(source.path)), {}
+    if text is None:
+        config = AutoConfig.from_pretrained(str(source.path), **trust)
+    else:
+        config = AutoConfig.for_model(**text)
+        renamed["key_mapping"] = {f"^{re.escape(theirs)}": own for theirs, own in families.TEXT_TENSORS}
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source.name} cannot be served exactly: it is an encoder-decoder model")
     if not options.allow_pickle and not list(source.path.glob("*.safetensors")):
@@ -364,20 +374,36 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
-    module, found = AutoModelForCausalLM.from_pretrained(
-        str(source.path),
-        config=config,
-        dtype=dtype,
-        attn_implementation="eager",
-        use_safetensors=None if options.allow_pickle else True,
-        output_loading_info=True,
-        **trust,
-    )
+    with _quietly(text is not None):
+        module, found = AutoModelForCausalLM.from_pretrained(
+            str(source.path),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=None if options.allow_pickle else True,
+            output_loading_info=True,
+            **renamed,
+            **trust,
+        )
     if missing := sorted(found["missing_keys"]):  # transformers would draw them at random
         raise ModelError(
             f"{source.name} has no tensor {missing[0]!r}, so the model is incomplete: get all of its files"
         )
     return module.to(device).requires_grad_(False).eval()
+
+
+@contextmanager
+def _quietly(quiet: bool) -> Iterator[None]:
+    """Without transformers' list of tensors that were left out, where these are of images."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    if quiet:
+        theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
 
 
 def _served(module: Any, name: str, eos_ids: tuple[int, ...], options: LoadOptions, **lifetime: bool) -> Model:

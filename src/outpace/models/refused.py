@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import Argument, ModelError
+from outpace.models.families import text_part
 
 BUILT_IN = ("demo", "demo-gemma")  # models that need no hub
 _IMAGE_GGUF = frozenset(
@@ -72,6 +73,8 @@ def refuse_images(name: str, path: Path, architecture: str | None) -> None:
     pipeline, config = _read(path / "model_index.json"), _read(path / "config.json")
     if "_class_name" in pipeline:
         raise _refusal(name, str(pipeline["_class_name"]))
+    if text_part(config) is not None:
+        return
     if any(key in config for key in _IMAGE_KEYS) and config.get("model_type") not in _with_text_alone():
         raise _refusal(name, str((config.get("architectures") or [config.get("model_type")])[0]))
 

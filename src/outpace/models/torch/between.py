@@ -5,18 +5,12 @@ The functions here are the reference, and what a CPU runs; ``fused`` has them as
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.models.torch.attention import CLOSE, able
-
-log = logging.getLogger(__name__)
 Table = tuple[Tensor, Tensor]  # cosines and signed sines [N, 1, width] of a rotation
 
 
@@ -76,34 +70,3 @@ def rotated(x: Tensor, table: Table) -> Tensor:
     turned = x[..., :width]
     out = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin).to(x.dtype)  # OLMo's tables are float32
     return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
-
-
-@cache
-def between(device: torch.device, dtype: torch.dtype) -> Any:
-    """What has ``added``, ``gated`` and ``placed``: ``fused`` where it runs and agrees with this module, which is what
-    runs elsewhere."""
-    import outpace.models.torch.between as reference
-
-    if not able(device, dtype):
-        return reference
-    try:
-        from outpace.models.torch import fused
-
-        for ours, expected in zip(_tried(fused, device, dtype), _tried(reference, device, dtype), strict=True):
-            torch.testing.assert_close(ours, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
-    except Exception as error:  # a compiler's, a driver's
-        log.warning("the kernels between products are off, which costs speed: %s", error)
-        return reference
-    return fused
-
-
-def _tried(module: ModuleType, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    def line(*size: int) -> Tensor:
-        return torch.linspace(-1, 1, torch.Size(size).numel(), device=device, dtype=dtype).view(size)
-
-    norm = Norm(torch.nn.RMSNorm(96, device=device, dtype=dtype), 0.5, 1e-6)
-    found = [*module.added(line(3, 96), line(3, 96), 0.5, norm), module.gated(line(3, 128), "silu")]
-    found.append(module.gated(line(3, 128), "gelu"))
-    keys, values, write = line(2, 8, 96), line(2, 8, 96), torch.tensor([5, 1, 2], device=device)
-    table = line(3, 1, 64), line(3, 1, 64)
-    return [*found, module.placed(line(3, 8 * 96), 4, norm, norm, table, keys, values, write), keys, values]

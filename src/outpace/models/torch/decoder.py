@@ -6,8 +6,11 @@ them, so that a step of few tokens costs little more than reading the weights.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +21,12 @@ from outpace.common.allocator import huge
 from outpace.models import families
 from outpace.models.decoder import ACTIVATIONS
 from outpace.models.families import KEYS, OUTER, SPELLINGS
-from outpace.models.torch import attention
-from outpace.models.torch.attention import Plan
-from outpace.models.torch.between import Norm, Table, between
+from outpace.models.torch import attention, between
+from outpace.models.torch.attention import CLOSE, Plan, able
+from outpace.models.torch.between import Norm, Table
 from outpace.models.torch.state import hooked
 
+log = logging.getLogger(__name__)
 REPACKED = (torch.float32, torch.bfloat16)
 TOKENS = 8  # the width that weights are repacked for
 _JOINED: weakref.WeakSet[torch.nn.Linear] = weakref.WeakSet()  # whose weights lie beside others' in one tensor
@@ -148,7 +152,7 @@ class OwnDecoder:
         found: dict[int, Tensor] = {}
         norms = [*(layer.attn_norm for layer in self._layers[:layers]), self._norm]
         normed = _applied(norms[0], x)
-        ops = between(x.device, x.dtype)
+        ops = _operations(x.device, x.dtype)
         for i, layer in enumerate(self._layers[:layers]):
             mixed = self._attend(i, layer, plan, normed, tables, ops)
             x, normed = ops.added(x, _applied(layer.post_attn_norm, mixed), self._residual, layer.ffn_norm)
@@ -186,11 +190,42 @@ def _applied(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
+@cache
+def _operations(device: torch.device, dtype: torch.dtype) -> Any:
+    """What has ``added``, ``gated`` and ``placed``: ``fused`` where it runs and agrees with ``between``, which is
+    what runs elsewhere."""
+    if not able(device, dtype):
+        return between
+    try:
+        from outpace.models.torch import fused
+
+        for ours, expected in zip(_tried(fused, device, dtype), _tried(between, device, dtype), strict=True):
+            torch.testing.assert_close(ours, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    except Exception as error:  # a compiler's, a driver's
+        log.warning("the kernels between products are off, which costs speed: %s", error)
+        return between
+    return fused
+
+
+def _tried(module: ModuleType, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    def line(*size: int) -> Tensor:
+        return torch.linspace(-1, 1, torch.Size(size).numel(), device=device, dtype=dtype).view(size)
+
+    norm = Norm(torch.nn.RMSNorm(96, device=device, dtype=dtype), 0.5, 1e-6)
+    found = [*module.added(line(3, 96), line(3, 96), 0.5, norm), module.gated(line(3, 128), "silu")]
+    found.append(module.gated(line(3, 128), "gelu"))
+    keys, values, write = line(2, 8, 96), line(2, 8, 96), torch.tensor([5, 1, 2], device=device)
+    table = line(3, 1, 64), line(3, 1, 64)
+    return [*found, module.placed(line(3, 8 * 96), 4, norm, norm, table, keys, values, write), keys, values]
+
+
 def described(module: Any) -> bool:
     """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain layers and weights, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
     if family is None or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias"):
+        return False
+    if families.unmet(family, lambda key: getattr(config, key, None)) is not None:
         return False
     if ACTIVATIONS.get(str(getattr(config, family.activation_key))) != family.activation:
         return False  # the proof does not tell two forms of GELU from each other

@@ -11,7 +11,7 @@ import numpy as np
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS
+from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS, text_name
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import StoredTensor
 from outpace.models.weights.gguf import GGUFFile
@@ -148,4 +148,6 @@ def of_gguf(gguf: GGUFFile, decoder: Decoder) -> Weights:
 def of_folder(folder: Path, decoder: Decoder) -> Weights:
     """The weights of a folder's safetensors files. Raises ModelError for shards that do not fit together."""
     files, tensors = safetensors.read_folder(folder)
+    if decoder.wrapped:
+        tensors = {name: tensor for full, tensor in tensors.items() if (name := text_name(full)) is not None}
     return Weights(folder.name, files, decoder, 1, tensors, lambda name: safetensors.plain(tensors[name], name))
