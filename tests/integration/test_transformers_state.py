@@ -375,7 +375,7 @@ class Stop:
         return ATTENTION(*args, **named)
 
 
-ATTENTION = attention_of_rows.attention
+ATTENTION = attention_of_rows.mixed
 
 
 def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
@@ -383,7 +383,7 @@ def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     yield {"stopping_criteria": StoppingCriteriaList([Stop(after).criterion])}
     yield {"streamer": Stop(after)}
     with monkeypatch.context() as context:  # in a forward of its own
-        context.setattr(attention_of_rows, "attention", Stop(after).attention)
+        context.setattr(attention_of_rows, "mixed", Stop(after).attention)
         yield {}
 
 
