@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outpace.server.conversation.pieces import Call, Joined, OutputParser, Segmenter
+
+
+@dataclass
+class Read:
+    """What an answer says."""
+
+    text: str = ""
+    thoughts: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def read(parser: OutputParser, parts: Iterable[str], *, ended: bool = True) -> Read:
+    """What ``parser`` reads in an answer that comes in ``parts``. ``ended``: it ends with them."""
+    segmenter, joined = Segmenter(), Joined()
+    for part in parts:
+        joined.add(segmenter.feed(parser.feed(part)))
+    if ended:
+        joined.add(segmenter.feed(parser.finish(), last=True))
+    return Read(joined.text, joined.thoughts, joined.calls)
+
+
 LLAMA3 = """{{ bos_token }}<|start_header_id|>system<|end_header_id|>
 
 {% if messages[0].role == "system" %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}

@@ -141,7 +141,7 @@ def test_a_fault_in_mid_stream_is_the_last_event(demo: Running, monkeypatch: pyt
     def faulty(self: Any, pieces: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("outpace.server.api.anthropic.Blocks.feed", faulty)
+    monkeypatch.setattr("outpace.server.api.anthropic.MessageEncoder.part", faulty)
     events = demo.events(PATH, BODY)
     assert [event["type"] for event in events] == ["message_start", "error"]
     assert events[1]["error"]["type"] == "api_error"

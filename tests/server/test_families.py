@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from outpace.server.conversation.formats import parser_for
-from outpace.server.conversation.pieces import Joined
 from outpace.text.chat_template import ChatTemplates
 from tests.server import formats
 from tests.server.serving import Running
@@ -139,8 +138,5 @@ def test_hermes_calls_are_read_in_its_own_order() -> None:
     text = '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "weather"}\n</tool_call>'
     for template in (formats.HERMES, formats.HERMES_TOOLS):
         parser = parser_for(template, tools=True, reasoning=True, tool_id=str, names={"weather"})
-        joined = Joined()
-        for character in text:
-            joined.add(parser.feed(character))
-        joined.add(parser.finish())
-        assert [(call.name, call.arguments) for call in joined.calls] == [("weather", '{"city": "Rome"}')]
+        (call,) = formats.read(parser, text).calls
+        assert (call.name, call.arguments) == ("weather", '{"city": "Rome"}')

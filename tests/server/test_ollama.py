@@ -122,7 +122,7 @@ def test_a_fault_in_mid_stream_is_the_last_line(demo: Running, monkeypatch: pyte
     def faulty(self: Any, part: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("outpace.server.api.ollama.Making.written", faulty)
+    monkeypatch.setattr("outpace.server.api.ollama.OllamaEncoder.part", faulty)
     *_, last = lines(demo, "/api/chat", {"model": "demo", "messages": ASK})
     assert set(last) == {"error"}
     monkeypatch.undo()

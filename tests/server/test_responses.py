@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outpace.engine import core
 from outpace.errors import RuleError
-from outpace.server.api.items import Output
-from outpace.server.api.responses import ResponsesRequest, as_chat
+from outpace.server.api.responses import ResponseEncoder, ResponsesRequest, as_chat
 from outpace.server.conversation.formats import parser_for
+from outpace.server.conversation.pieces import Segmenter
+from outpace.server.engines.generation import Part
 from tests.server import formats
 from tests.server.serving import Running
 
@@ -37,11 +39,15 @@ ANSWER = (
 def said(cuts: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """The answer fed in parts: its output, and its events."""
     parser = parser_for(formats.QWEN3, tools=True, reasoning=True, tool_id=lambda i: f"call_{i}")
-    output, events = Output("x"), list[Any]()
-    for start, end in itertools.pairwise((0, *cuts, len(ANSWER))):
-        events += [event.to_dict() for event in output.feed(parser.feed(ANSWER[start:end]))]  # as they are at that time
-    events += [event.to_dict() for event in (*output.feed(parser.finish()), *output.finish("completed"))]
-    return [item.to_dict() for item in output.items], events
+    generation: Any = SimpleNamespace(id="resp_x", resumed={})
+    segmenter, encoder = Segmenter(), ResponseEncoder(generation, ResponsesRequest(input="x"))
+    fed = [parser.feed(ANSWER[start:end]) for start, end in itertools.pairwise((0, *cuts, len(ANSWER)))]
+    parts = [Part(0, segmenter.feed(pieces)) for pieces in fed]
+    ended: Any = object()
+    parts.append(Part(0, segmenter.feed(parser.finish(), last=True), finish="stop", result=ended))
+    lines = b"".join(encoder.part(part) for part in parts).decode().splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    return [item.to_dict() for item in encoder.items()], events
 
 
 def rebuilt(events: list[Any]) -> list[Any]:

@@ -23,11 +23,10 @@ from outpace.models.load import resolve
 from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from outpace.server.conversation.formats import parser_for
-from outpace.server.conversation.pieces import Joined
 from outpace.text.answer import TextReader
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
-from tests.server.formats import BOTH, NAMES, PYTHON, TEMPLATES
+from tests.server.formats import BOTH, NAMES, PYTHON, TEMPLATES, Read, read
 
 WIDEST = 8  # tokens a step
 EXHAUSTIVE = 9  # tokens whose splits are all tried: 2 ** 8
@@ -137,24 +136,22 @@ def told(answer: Answer, tokens: list[int], sizes: list[int], demo: Tokenizer) -
     sequence = Sequence(request, 0, chooser, reader, eos_ids=demo.eos_ids)
     template = TEMPLATES[answer.kind] if answer.kind else None
     parser = parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, names=NAMES)
-    joined, whole, at = Joined(), "", 0
+    texts, at = list[str](), 0
     for size in sizes:
         extension = sequence.extended(tokens[at : at + size])
         sequence.commit(extension, ["x"] * len(extension.tokens))
         delta = sequence.delta()
-        whole += delta.text
-        joined.add(parser.feed(delta.text))
+        texts.append(delta.text)
         at += size
         if delta.finish_reason:
             break
-    joined.add(parser.finish())
     result = delta.result
     assert result is not None
-    assert whole == result.text
-    unstreamed = Joined()
-    again = parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, names=NAMES)
-    unstreamed.add([*again.feed(result.text), *again.finish()])
-    assert joined == unstreamed
+    assert "".join(texts) == result.text
+    joined = read(parser, texts)
+    assert joined == read(
+        parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, names=NAMES), [result.text]
+    )
     return joined, result.text, result.token_ids, result.finish_reason, result.stopped_by
 
 
@@ -189,9 +186,9 @@ def test_an_answer_is_the_same_under_every_split(name: str, demo: Tokenizer, sin
 def test_recorded_answers_say_what_they_should(demo: Tokenizer, single: dict[int, int]) -> None:
     """The answers are no empty ones: what they were written to show is in them."""
 
-    def said(name: str) -> Joined:
+    def said(name: str) -> Read:
         tokens = tokens_of(ANSWERS[name], demo, single)
-        found: Joined = told(ANSWERS[name], tokens, [1] * len(tokens), demo)[0]
+        found: Read = told(ANSWERS[name], tokens, [1] * len(tokens), demo)[0]
         return found
 
     assert said("greeting, EOS in the middle").text == said("greeting, EOS last").text[:15]
@@ -204,8 +201,8 @@ def test_recorded_answers_say_what_they_should(demo: Tokenizer, single: dict[int
     assert said("a stop string in a character").text == "a 日"
     assert said("a stop string kept").text == "well, stop."
     assert said("a limit in a stop string").text == "x st"
-    assert said("thoughts") == Joined("Yes 😀.", "Well, 日.")
-    assert said("thoughts cut off").reasoning == "Well\n</thi"
+    assert said("thoughts") == Read("Yes 😀.", "Well, 日.")
+    assert said("thoughts cut off").thoughts == "Well\n</thi"
     assert said("a stop string in a call").calls[0].arguments == '{"city": "Zürich 日本", '
     assert said("a call cut off").calls[0].name == "get_weather"
     assert said("a call that is none").text == ANSWERS["a call that is none"].text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outpace.errors import ParameterError
 from outpace.server.conversation.formats import Kind, format_of, parser_for, thoughts_end, thoughts_opened
 from outpace.server.conversation.messages import Message, conversation
-from outpace.server.conversation.pieces import Call, Incremental, Joined, OutputParser, Plain
+from outpace.server.conversation.pieces import Call, Incremental, OutputParser, Plain
 from outpace.server.conversation.tools import (
     NamedFunction,
     NamedTool,
@@ -27,7 +27,7 @@ from outpace.server.conversation.tools import (
 )
 from outpace.text.chat_template import ChatTemplate
 from tests.server import formats
-from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER
+from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER, Read, read
 
 KINDS: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3", "smollm2")
 ABC: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3")  # whose parsers differ
@@ -37,14 +37,6 @@ BOS = {"bos_token": "<s>"}
 def make(kind: str, *, names: frozenset[str] | None = NAMES, prompt: str = "", reasoning: bool = False) -> OutputParser:
     template = TEMPLATES[kind]
     return parser_for(template, tools=True, reasoning=reasoning, tool_id="c{}".format, prompt=prompt, names=names)
-
-
-def told(parser: OutputParser, parts: list[str]) -> Joined:
-    joined = Joined()
-    for part in parts:
-        joined.add(parser.feed(part))
-    joined.add(parser.finish())
-    return joined
 
 
 def cut(text: str, at: list[int]) -> list[str]:
@@ -63,125 +55,123 @@ def weather(text: str = CITY, index: int = 0) -> Call:
 )
 def test_two_calls_wherever_the_text_is_cut(kind: str, text: str) -> None:
     """Every cut into three, every cut into single characters."""
-    expected = Joined(calls=[weather(), Call("c1", "now", "{}")])
-    assert told(make(kind), list(text)) == expected
+    expected = Read(calls=[weather(), Call("c1", "now", "{}")])
+    assert read(make(kind), list(text)) == expected
     for i in range(len(text)):
         for j in range(i, len(text), 7):
-            assert told(make(kind), cut(text, [i, j])) == expected
+            assert read(make(kind), cut(text, [i, j])) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_leave_while_they_are_written(kind: str) -> None:
     """Nothing of an argument waits for what follows it, so pieces join to exactly what was shown before."""
-    text, parser, joined = BOTH[kind], make(kind), Joined()
-    begin = text.index(CITY)
-    joined.add(parser.feed(text[: begin + 1]))
-    assert [call.name for call in joined.calls] == ["get_weather"]
-    for n in range(1, len(CITY)):
-        assert joined.calls[0].arguments == CITY[:n]
-        joined.add(parser.feed(CITY[n]))
+    text = BOTH[kind]
+    begin = text.index(CITY) + 1
+    for n in range(len(CITY)):
+        call = read(make(kind), text[: begin + n], ended=False).calls[0]
+        assert (call.name, call.arguments) == ("get_weather", CITY[: n + 1])
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
         # words around calls; white space between is the format's
-        ("qwen3", "Let me see.\n\n<tool_call>{C}</tool_call>\n", Joined("Let me see.", "", [weather()])),
-        ("qwen3", "<tool_call>{C}</tool_call>\nDone. ", Joined("\nDone. ", "", [weather()])),
+        ("qwen3", "Let me see.\n\n<tool_call>{C}</tool_call>\n", Read("Let me see.", "", [weather()])),
+        ("qwen3", "<tool_call>{C}</tool_call>\nDone. ", Read("\nDone. ", "", [weather()])),
         # but not without end
-        ("qwen3", "\n" * 70 + "<tool_call>{C}</tool_call>", Joined("\n" * 6, "", [weather()])),
-        ("qwen3", "<tool_call>{C}</tool_call>" + "\n" * 70, Joined("\n" * 70, "", [weather()])),
+        ("qwen3", "\n" * 70 + "<tool_call>{C}</tool_call>", Read("\n" * 6, "", [weather()])),
+        ("qwen3", "<tool_call>{C}</tool_call>" + "\n" * 70, Read("\n" * 70, "", [weather()])),
         # keys in any order, arguments as a string, null or nothing, several in a tag
-        ("qwen3", '<tool_call>{"arguments": {A}, "name": "get_weather"}</tool_call>', Joined(calls=[weather()])),
+        ("qwen3", '<tool_call>{"arguments": {A}, "name": "get_weather"}</tool_call>', Read(calls=[weather()])),
         (
             "qwen3",
             '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}',
-            Joined(calls=[Call("c0", "now", '{"a": 1}')]),
+            Read(calls=[Call("c0", "now", '{"a": 1}')]),
         ),
-        ("qwen3", '<tool_call>{"name": "now", "arguments": null}', Joined(calls=[Call("c0", "now", "{}")])),
+        ("qwen3", '<tool_call>{"name": "now", "arguments": null}', Read(calls=[Call("c0", "now", "{}")])),
         (
             "qwen3",
             '<tool_call>{"name": "now"}\n{C}</tool_call>',
-            Joined(calls=[Call("c0", "now", "{}"), weather(index=1)]),
+            Read(calls=[Call("c0", "now", "{}"), weather(index=1)]),
         ),
         # raw control characters, which JSON forbids
         (
             "qwen3",
             '<tool_call>{"name": "now", "arguments": {"a": "x\n\ty"}}',
-            Joined(calls=[Call("c0", "now", '{"a": "x\\n\\ty"}')]),
+            Read(calls=[Call("c0", "now", '{"a": "x\\n\\ty"}')]),
         ),
         # cut off
-        ("qwen3", "<tool_call>{C}</tool_", Joined(calls=[weather()])),
-        ("qwen3", '<tool_call>{"name": "get_weather", "arg', Joined('<tool_call>{"name": "get_weather", "arg')),
+        ("qwen3", "<tool_call>{C}</tool_", Read(calls=[weather()])),
+        ("qwen3", '<tool_call>{"name": "get_weather", "arg', Read('<tool_call>{"name": "get_weather", "arg')),
         (
             "qwen3",
             '<tool_call>{"name": "now", "arguments": {"a": "\\u00',
-            Joined(calls=[Call("c0", "now", '{"a": "\\u00')]),
+            Read(calls=[Call("c0", "now", '{"a": "\\u00')]),
         ),
-        ("qwen3", '<tool_call>{C}\n{"name": "n', Joined('\n{"name": "n', "", [weather()])),
+        ("qwen3", '<tool_call>{C}\n{"name": "n', Read('\n{"name": "n', "", [weather()])),
         # malformed: before a call is certain all of it is text, afterwards the rest is
-        ("qwen3", "<tool_call>none</tool_call> ", Joined("<tool_call>none</tool_call> ")),
-        ("qwen3", "<tool_call>[]</tool_call>", Joined("<tool_call>[]</tool_call>")),
-        ("qwen3", '<tool_call>{"name": "rm", "arguments": {}}', Joined('<tool_call>{"name": "rm", "arguments": {}}')),
-        ("qwen3", '<tool_call>{"name": "\\ud800"}', Joined('<tool_call>{"name": "\\ud800"}')),
+        ("qwen3", "<tool_call>none</tool_call> ", Read("<tool_call>none</tool_call> ")),
+        ("qwen3", "<tool_call>[]</tool_call>", Read("<tool_call>[]</tool_call>")),
+        ("qwen3", '<tool_call>{"name": "rm", "arguments": {}}', Read('<tool_call>{"name": "rm", "arguments": {}}')),
+        ("qwen3", '<tool_call>{"name": "\\ud800"}', Read('<tool_call>{"name": "\\ud800"}')),
         (
             "qwen3",
             '<tool_call>{"name": "now", "arguments": {"a": 01}}',
-            Joined("}}", "", [Call("c0", "now", '{"a": 01')]),
+            Read("}}", "", [Call("c0", "now", '{"a": 01')]),
         ),
-        ("qwen3", "<tool_call>x <tool_call>{C}", Joined("<tool_call>x", "", [weather()])),
-        ("llama3", "\n {P} ", Joined(calls=[weather()])),
+        ("qwen3", "<tool_call>x <tool_call>{C}", Read("<tool_call>x", "", [weather()])),
+        ("llama3", "\n {P} ", Read(calls=[weather()])),
         (
             "llama3",
             '<|python_tag|>{"type": "function", "function": "x"}',
-            Joined('<|python_tag|>{"type": "function", "function": "x"}'),
+            Read('<|python_tag|>{"type": "function", "function": "x"}'),
         ),
-        ("llama3", "I call <function=get_weather>{A}</function>", Joined("I call", "", [weather()])),
-        ("llama3", "[{P}, {P}]", Joined(calls=[weather(), weather(index=1)])),
-        ("llama3", '{"name": "Alice", "age": 3}', Joined('{"name": "Alice", "age": 3}')),
-        ("llama3", "{P} and so on", Joined(" and so on", "", [weather()])),
-        ("llama3", "\n\nWell.", Joined("\n\nWell.")),
-        ("gemma3", "Yes:\n```json\n{C}\n```\n", Joined("Yes:", "", [weather()])),
-        ("gemma3", '```json\n{"a": 1}\n```', Joined('```json\n{"a": 1}\n```')),
+        ("llama3", "I call <function=get_weather>{A}</function>", Read("I call", "", [weather()])),
+        ("llama3", "[{P}, {P}]", Read(calls=[weather(), weather(index=1)])),
+        ("llama3", '{"name": "Alice", "age": 3}', Read('{"name": "Alice", "age": 3}')),
+        ("llama3", "{P} and so on", Read(" and so on", "", [weather()])),
+        ("llama3", "\n\nWell.", Read("\n\nWell.")),
+        ("gemma3", "Yes:\n```json\n{C}\n```\n", Read("Yes:", "", [weather()])),
+        ("gemma3", '```json\n{"a": 1}\n```', Read('```json\n{"a": 1}\n```')),
         (
             "gemma3",
             "```tool_code\nprint(now(a='\"', b=[True, None,], c={'d': -1.5e3,},))\n```",
-            Joined(calls=[Call("c0", "now", '{"a": "\\"", "b": [true, null], "c": {"d": -1.5e3}}')]),
+            Read(calls=[Call("c0", "now", '{"a": "\\"", "b": [true, null], "c": {"d": -1.5e3}}')]),
         ),
-        ("gemma3", "[now(a='\\x41\\d\\u00e9')]", Joined(calls=[Call("c0", "now", '{"a": "A\\\\d\\u00e9"}')])),
-        ("gemma3", "[1] now(3)", Joined("[1] now(3)")),
-        ("gemma3", "[now(a=1), rm(b=2)]", Joined(", rm(b=2)]", "", [Call("c0", "now", '{"a": 1}')])),
+        ("gemma3", "[now(a='\\x41\\d\\u00e9')]", Read(calls=[Call("c0", "now", '{"a": "A\\\\d\\u00e9"}')])),
+        ("gemma3", "[1] now(3)", Read("[1] now(3)")),
+        ("gemma3", "[now(a=1), rm(b=2)]", Read(", rm(b=2)]", "", [Call("c0", "now", '{"a": 1}')])),
     ],
 )
-def test_what_a_text_says(kind: str, text: str, expected: Joined) -> None:
+def test_what_a_text_says(kind: str, text: str, expected: Read) -> None:
     """{C} and {P} stand for a call of each spelling, {A} for its arguments."""
     text = text.replace("{C}", formats.F).replace("{P}", formats.F.replace("arguments", "parameters"))
     text = text.replace("{A}", CITY)
-    assert told(make(kind), [text]) == expected
-    assert told(make(kind), list(text)) == expected
+    assert read(make(kind), [text]) == expected
+    assert read(make(kind), list(text)) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "opened", "expected"),
     [
-        ("<think>\nWell, <b>\n</think>\n\nYes\n", False, Joined("Yes\n", "Well, <b>")),
-        ("\n<think>\n\n</think>\n\nYes", False, Joined("Yes")),
-        ("Yes <think>no</think>", False, Joined("Yes <think>no</think>")),
-        ("<thing", False, Joined("<thing")),
-        ("<think>cut</th", False, Joined("", "cut</th")),
-        ("Well\n</think>Yes", True, Joined("Yes", "Well")),
-        ("<think>Well</think>Yes", True, Joined("Yes", "Well")),
+        ("<think>\nWell, <b>\n</think>\n\nYes\n", False, Read("Yes\n", "Well, <b>")),
+        ("\n<think>\n\n</think>\n\nYes", False, Read("Yes")),
+        ("Yes <think>no</think>", False, Read("Yes <think>no</think>")),
+        ("<thing", False, Read("<thing")),
+        ("<think>cut</th", False, Read("", "cut</th")),
+        ("Well\n</think>Yes", True, Read("Yes", "Well")),
+        ("<think>Well</think>Yes", True, Read("Yes", "Well")),
         (
             '<think>a <tool_call> b</think>\n<tool_call>{"name": "now"}',
             False,
-            Joined("", "a <tool_call> b", [Call("c0", "now", "{}")]),
+            Read("", "a <tool_call> b", [Call("c0", "now", "{}")]),
         ),
     ],
 )
-def test_thoughts_come_off_the_beginning(text: str, opened: bool, expected: Joined) -> None:
+def test_thoughts_come_off_the_beginning(text: str, opened: bool, expected: Read) -> None:
     prompt = "<|im_start|>assistant\n<think>\n" if opened else ""
     for parts in ([text], list(text), *(cut(text, [i]) for i in range(len(text)))):
-        assert told(make("qwen3", reasoning=True, prompt=prompt), parts) == expected
+        assert read(make("qwen3", reasoning=True, prompt=prompt), parts) == expected
 
 
 # What must hold of any text.
@@ -203,12 +193,12 @@ def test_any_text_any_cut(kind: str, text: str, at: list[int], reasoning: bool, 
     def parser() -> OutputParser:
         return make(kind, names=NAMES if known else None, reasoning=reasoning)
 
-    whole = told(parser(), [text])
-    assert told(parser(), cut(text, at)) == whole
-    assert told(parser(), list(text)) == whole
+    whole = read(parser(), [text])
+    assert read(parser(), cut(text, at)) == whole
+    assert read(parser(), list(text)) == whole
     if not whole.calls and not (reasoning and "<think>" in text):
         assert whole.text == text
-    json.dumps([whole.text, whole.reasoning, *(call.arguments for call in whole.calls)], ensure_ascii=False).encode()
+    json.dumps([whole.text, whole.thoughts, *(call.arguments for call in whole.calls)], ensure_ascii=False).encode()
 
 
 values = st.recursive(
@@ -227,10 +217,10 @@ def test_calls_come_back_as_they_were_written(kind: Kind, arguments: list[dict[s
     if kind == "gemma3":
         texts.append("[" + ", ".join(f"now({', '.join(f'{k}={v!r}' for k, v in a.items())})" for a in arguments) + "]")
     for text in texts:
-        found = told(make(kind), [text[i : i + step] for i in range(0, len(text), step)])
+        found = read(make(kind), [text[i : i + step] for i in range(0, len(text), step)])
         assert [json.loads(call.arguments) for call in found.calls] == arguments
         assert not found.text
-    assert [call.arguments for call in told(make(kind), texts[:1]).calls] == [
+    assert [call.arguments for call in read(make(kind), texts[:1]).calls] == [
         json.dumps(its, ensure_ascii=False) for its in arguments
     ]
 
@@ -241,9 +231,9 @@ def test_beside_a_format_only_an_answer_that_begins_with_a_call_has_calls(kind: 
         return parser_for(TEMPLATES[kind], tools=True, reasoning=False, tool_id="c{}".format, formatted=True)
 
     for text in (f' {{"note": "{BOTH[kind]}"}}', f'"{BOTH[kind]}"', " ", ""):
-        assert told(parser(), list(text)) == told(parser(), [text]) == Joined(text)
-    calls = Joined(calls=[weather(), Call("c1", "now", "{}")])
-    assert told(parser(), list("\n" + BOTH[kind])) == told(parser(), ["\n" + BOTH[kind]]) == calls
+        assert read(parser(), list(text)) == read(parser(), [text]) == Read(text)
+    calls = Read(calls=[weather(), Call("c1", "now", "{}")])
+    assert read(parser(), list("\n" + BOTH[kind])) == read(parser(), ["\n" + BOTH[kind]]) == calls
 
 
 def test_nothing_said_is_kept_longer_than_needed() -> None:
@@ -445,7 +435,7 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
     assert all(allows(beside, each) for each in (right, two, "yes", "no"))
     assert not any(allows(beside, each) for each in ("words", "", "yes" + right, right + "yes"))
     assert "@part" not in (tool_grammar(kind, both, "required", part=True) or "@part")
-    assert told(make(kind, names=names_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
+    assert read(make(kind, names=names_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
 
 
 def test_what_is_not_strict_may_have_a_schema_that_no_grammar_knows(allows: Callable[[str | None, str], bool]) -> None:

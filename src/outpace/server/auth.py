@@ -18,13 +18,12 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outpace.server import errors
 from outpace.server.engines.shares import KEY
 from outpace.server.errors import APIError
 from outpace.server.observe.logs import REQUEST_ID
-from outpace.server.streaming import Receive, Scope, Send
 
 if TYPE_CHECKING:
     from outpace.server.engines.service import Service

@@ -22,8 +22,8 @@ from yarl import URL
 from outpace.integrations.ray.delivered import RESUMABLE, Delivered, LostError
 from outpace.integrations.ray.replica import PATIENCE, Lease, alive
 from outpace.integrations.ray.routing import beginnings
+from outpace.server.api.route import FINGERPRINT
 from outpace.server.errors import APIError, written
-from outpace.server.streaming import FINGERPRINT
 
 T = TypeVar("T")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from outpace.exact.sampling import TokenLogprob
-from outpace.server.api.sampling import Parameters, Sampling
+from outpace.server.api.route import DONE, Encoder, event
+from outpace.server.api.sampling import Sampling
 from outpace.server.engines.generation import Generation, Part, Speculation, Usage, Whole, speculation, usage
 from outpace.server.engines.models import Served
 from outpace.server.schema import Answer
-from outpace.server.streaming import DONE, event
 
 
 class Written(Answer):
@@ -87,59 +88,69 @@ class ChosenToken(Alternative):
     top_logprobs: list[Alternative]
 
 
-def head(generation: Generation, streamed: Sampling | None = None) -> dict[str, Any]:
-    """The first fields of an answer, or of every chunk of a stream."""
-    fields: dict[str, Any] = {
-        "id": generation.id,
-        "created": generation.created,
-        "model": generation.model.name,
-        "system_fingerprint": generation.model.fingerprint,
-    }
-    return fields | ({"usage": None} if streamed is not None and streamed.wants_usage else {})
+class Choices(Encoder):
+    """An answer that is choices, or a stream of chunks with one each, of a chat or of texts."""
 
+    answer: ClassVar[tuple[type[Completed], str]]  # and its ``object``
+    chunk: ClassVar[tuple[type[Chunk], str]]
+    body: Sampling
 
-def tail(generation: Generation, body: Parameters) -> dict[str, Any]:
-    """The last fields of an answer that is not streamed."""
-    fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
-    if body.return_token_ids and len(generation.work.prompts) == 1:
-        fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
-    return fields
+    def __init__(self, generation: Generation, body: Sampling) -> None:
+        super().__init__(generation, body)
+        self._first: dict[str, Any] = {
+            "id": generation.id,
+            "created": generation.created,
+            "model": generation.model.name,
+            "system_fingerprint": generation.model.fingerprint,
+        }
 
+    @abstractmethod
+    def choice(self, made: Whole | Part) -> Choice:
+        """A choice of the whole answer, or what a chunk has of one."""
 
-def choice_fields(choice: Whole | Part, body: Parameters) -> dict[str, Any]:
-    """Fields of ``Choice``."""
-    fields: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
-    if choice.finish is not None:
-        fields["stop_reason"] = choice.stop_reason
-    if body.return_token_ids:
-        fields["token_ids"] = list(choice.token_ids)
-    if isinstance(choice, Whole) and body.traced:
-        fields["speculation"] = _written(choice)
-    return fields
+    def choices(self) -> list[Choice]:
+        """What was folded."""
+        return [self.choice(whole) for whole in self.folded]
 
+    def whole(self) -> Completed:
+        generation, (kind, name) = self.generation, self.answer
+        fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
+        if self.body.return_token_ids and len(generation.work.prompts) == 1:
+            fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
+        return kind(**{**self._first, "object": name, "choices": self.choices(), **fields})
 
-def chunk_fields(generation: Generation, part: Part, body: Parameters) -> dict[str, Any]:
-    """Fields of ``Chunk`` that belong to this part; the last chunk's are of the whole answer, too."""
-    written = _written(part) if body.traced else None
-    if part.result is None or len(generation.results) < generation.work.samples:
-        seed = {"seed": generation.work.params.seed} if body.return_token_ids else {}
-        return seed if written is None else {**seed, "speculation": written}
-    total = speculation(generation.in_order)
-    last = total if written is None else WrittenAtLast(**total.to_dict(), **written.to_dict())
-    return {"speculation": last, "seed": generation.work.params.seed}
+    def part(self, part: Part) -> bytes:
+        return self.event([self.choice(part)], **self._chunk_fields(part))
 
+    def event(self, choices: list[Choice], **fields: Any) -> bytes:
+        """A chunk."""
+        kind, name = self.chunk
+        usage_ = {"usage": None} if self.body.wants_usage else {}
+        return event(kind(**{**self._first, **usage_, "object": name, "choices": choices, **fields}).to_json())
 
-def last_events(
-    generation: Generation, body: Sampling, chunk: Callable[..., Chunk], top: dict[str, Any]
-) -> Callable[[], Awaitable[bytes]]:
-    """The end of a stream; the usage in a ``chunk`` of its own, with the fields ``top``."""
+    def end(self) -> bytes:
+        return (self.event([], **_cost(self.generation)) if self.body.wants_usage else b"") + DONE
 
-    async def last() -> bytes:
-        if not body.wants_usage:
-            return DONE
-        return event(chunk(**{**top, "choices": [], **_cost(generation)}).to_json()) + DONE
+    def fields(self, choice: Whole | Part) -> dict[str, Any]:
+        """Fields of ``Choice``."""
+        fields: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
+        if choice.finish is not None:
+            fields["stop_reason"] = choice.stop_reason
+        if self.body.return_token_ids:
+            fields["token_ids"] = list(choice.token_ids)
+        if isinstance(choice, Whole) and self.body.traced:
+            fields["speculation"] = _written(choice)
+        return fields
 
-    return last
+    def _chunk_fields(self, part: Part) -> dict[str, Any]:
+        """Fields of ``Chunk`` that belong to this part; the last chunk's are of the whole answer, too."""
+        generation, written = self.generation, _written(part) if self.body.traced else None
+        seed = {"seed": generation.work.params.seed}
+        if part.result is None or len(generation.results) < generation.work.samples:
+            return (seed if self.body.return_token_ids else {}) | ({} if written is None else {"speculation": written})
+        total = speculation(generation.in_order)
+        last = total if written is None else WrittenAtLast(**total.to_dict(), **written.to_dict())
+        return {"speculation": last, **seed}
 
 
 def _cost(generation: Generation) -> dict[str, Any]:

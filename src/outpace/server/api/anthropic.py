@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
+from starlette.responses import Response
 
 from outpace.errors import OutpaceError
 from outpace.server import errors
 from outpace.server.api import chat
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.formats import JsonSchema, ResponseFormat
-from outpace.server.api.items import kind_of
 from outpace.server.api.models import leased
 from outpace.server.api.prompt import Effort, rendered
-from outpace.server.api.route import STREAMED, Route, begun, each_part, service_of, stream
+from outpace.server.api.route import STREAMED, Encoder, Route, answered, event, service_of
 from outpace.server.api.sampling import Parameters
-from outpace.server.conversation.messages import FunctionCall, Message, TextPart, ToolCall
-from outpace.server.conversation.pieces import Piece, Reasoning, Text, ToolStart, json_object
+from outpace.server.conversation.messages import FunctionCall, Message, ToolCall, kind_of, parts_of
+from outpace.server.conversation.pieces import Begin, More, Segment, json_object
 from outpace.server.conversation.tools import FUNCTION_NAME, MOST_TOOLS, Function, NamedFunction, NamedTool, Tool
 from outpace.server.conversation.tools import checked as checked_tools
 from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
-from outpace.server.streaming import EventStream, event
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
 # The blocks of ``/v1/messages``: a conversation's, made a chat's messages; and an answer's, whole and as events.
@@ -81,9 +80,9 @@ class Turn(Body):
     content: str | Items[_AnyBlock]
 
 
-def messages_of(turns: Sequence[Turn], system: str | Sequence[TextBlock] | None) -> list[Message]:
+def messages_of(turns: Sequence[Turn], system: str | list[TextBlock] | None) -> list[Message]:
     """A chat's messages. Raises APIError for a block that a turn of its role cannot have."""
-    found: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": _text(system)}]
+    found: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": parts_of(system)}]
     for i, turn in enumerate(turns):
         if isinstance(turn.content, str):
             found.append({"role": turn.role, "content": turn.content})
@@ -102,15 +101,11 @@ def messages_of(turns: Sequence[Turn], system: str | Sequence[TextBlock] | None)
                     function = FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
                     more.setdefault("tool_calls", []).append(ToolCall(id=block.id, type="function", function=function))
                 case ToolResultBlock():  # results come first, as the calls that they answer are right before
-                    content = _text(block.content or "")
+                    content = parts_of(block.content or "")
                     found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         if texts or more or not turn.content:
-            found.append({"role": turn.role, "content": _text(texts), **more})
+            found.append({"role": turn.role, "content": parts_of(texts), **more})
     return [Message(**message) for message in found]
-
-
-def _text(content: str | Sequence[TextBlock]) -> str | list[TextPart]:
-    return content if isinstance(content, str) else [TextPart(type="text", text=block.text) for block in content]
 
 
 class TextContent(Answer):
@@ -133,60 +128,6 @@ class ToolUseContent(Answer):
 
 
 Content = TextContent | ThinkingContent | ToolUseContent
-
-
-class Blocks:
-    """An answer's blocks, in the order in which they came. Streamed and unstreamed answers are made here."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Content] = []
-        self._texts: list[str] = []  # of the open block
-        self._open = False
-
-    def feed(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """Events of what came."""
-        events: list[dict[str, Any]] = []
-        for piece in pieces:
-            if isinstance(piece, ToolStart):
-                events += self._begin(ToolUseContent(type="tool_use", id=piece.id, name=piece.name, input={}))
-                continue
-            match piece:
-                case Text(text):
-                    block: Content = TextContent(type="text", text="", citations=None)
-                    delta = {"type": "text_delta", "text": text}
-                case Reasoning(text):
-                    block = ThinkingContent(type="thinking", thinking="", signature="")
-                    delta = {"type": "thinking_delta", "thinking": text}
-                case _:
-                    block, text = self.blocks[-1], piece.text
-                    delta = {"type": "input_json_delta", "partial_json": text}
-            if not self._open or type(self.blocks[-1]) is not type(block):
-                events += self._begin(block)
-            self._texts.append(text)
-            events.append({"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta})
-        return events
-
-    def _begin(self, block: Content) -> list[dict[str, Any]]:
-        ended = self.end()
-        self.blocks.append(block)
-        self._open, self._texts = True, []
-        started = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": block.to_dict()}
-        return [*ended, started]
-
-    def end(self) -> list[dict[str, Any]]:
-        """The open block has its text from now on."""
-        if not self._open:
-            return []
-        text, block = "".join(self._texts), self.blocks[-1]
-        match block:
-            case ToolUseContent():
-                block.input = json_object(text) or {}  # the answer may have ended within it
-            case ThinkingContent():
-                block.thinking = text
-            case _:
-                block.text = text
-        self._open = False
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
 
 router = APIRouter(
@@ -292,22 +233,13 @@ class Counted(Answer):
 
 
 @router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
-async def messages(request: Request, body: MessagesRequest) -> MessageAnswer | EventStream:
+async def messages(request: Request, body: MessagesRequest) -> Answer | Response:
     """Answer a conversation, as Anthropic's clients ask."""
-    service = service_of(request)
 
     def work(model: Served, scope: str) -> Work:
-        return chat.work(as_chat(body), service.settings, model, scope)
+        return chat.work(as_chat(body), service_of(request).settings, model, scope)
 
-    try:
-        generation = await begun(request, body.model, "msg_", work)
-    except (APIError, OutpaceError) as error:
-        raise errors.of(error, NAMES) from error
-    making = Making(generation, body)
-    if body.stream:
-        return _stream(request, making)
-    await each_part(request, generation, making.add)
-    return await service.work(making.whole)
+    return await answered(request, body, MessageEncoder, work, model=body.model, streamed=bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens", response_model=Counted)
@@ -377,43 +309,56 @@ def _choice(choice: Choice) -> Any:
     return {"any": "required"}.get(choice.type, choice.type)
 
 
-class Making:
-    """A message while it is made."""
+class MessageEncoder(Encoder):
+    """A message: its content's blocks are the segments."""
+
+    prefix, names = "msg_", NAMES
+    body: MessagesRequest
 
     def __init__(self, generation: Generation, body: MessagesRequest) -> None:
-        self.generation, self._body = generation, body
-        self._content = Blocks()
-        self._last: Part | None = None
-        self._unsaid: list[int] = []  # token ids that no event has brought yet
+        super().__init__(generation, body)
+        self._unsent: list[int] = []  # token ids that no event has brought yet
         for part in generation.resumed.values():
-            self.add(part)
-        self._unsaid.clear()
+            self.fold(part)
 
-    def add(self, part: Part) -> list[dict[str, Any]]:
-        """Events of what came."""
-        events = self._content.feed(part.pieces)
-        if part.result is not None:
-            self._last = part
-            events += self._content.end()
-        self._unsaid.extend(part.token_ids)
-        if events and self._body.return_token_ids:
-            events[-1]["token_ids"], self._unsaid = self._unsaid, []
-        return events
+    def begin(self) -> bytes:
+        if self.generation.resumed:
+            return b""
+        used = MessageUsage(
+            input_tokens=len(self.generation.work.prompts[0]), cache_creation_input_tokens=0, cache_read_input_tokens=0,
+            output_tokens=0,
+        )  # fmt: skip
+        return _sent("message_start", message=self._message([], None, None, used).to_dict())
 
-    def begun(self) -> MessageAnswer:
-        """The message before anything came."""
-        tokens = len(self.generation.work.prompts[0])
-        nothing = MessageUsage(
-            input_tokens=tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
-        )
-        return self._message(None, None, nothing)
+    def part(self, part: Part) -> bytes:
+        events: list[dict[str, Any]] = []
+        for each in part.events:
+            segment = each.segment
+            event: dict[str, Any] = {"type": "content_block_stop", "index": segment.number}
+            if isinstance(each, Begin):
+                event |= {"type": "content_block_start", "content_block": _block(segment, "").to_dict()}
+            elif isinstance(each, More):
+                kind, name = _DELTAS[segment.kind]
+                event |= {"type": "content_block_delta", "delta": {"type": kind, name: each.text}}
+            events.append(event)
+        self._unsent.extend(part.token_ids)
+        if events and self.body.return_token_ids:
+            events[-1]["token_ids"], self._unsent = self._unsent, []
+        self.fold(part)
+        return b"".join(_sent(**event) for event in events)
+
+    def end(self) -> bytes:
+        answer = self.whole().to_dict()
+        delta = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+        return _sent("message_delta", delta=delta, usage=answer["usage"]) + _sent("message_stop")
+
+    def failed(self, error: APIError) -> bytes:
+        return event(errors.as_anthropic(error), "error")
 
     def whole(self) -> MessageAnswer:
-        """The message at its end."""
-        assert self._last is not None
-        cost, stopped = usage(self.generation), self._last.stop_reason
+        choice, cost = self.only, usage(self.generation)
         cached = cost.prompt_tokens_details.cached_tokens
-        sequence = stopped if self._last.finish == "stop" and isinstance(stopped, str) else None
+        sequence = choice.stop_reason if choice.finish == "stop" and isinstance(choice.stop_reason, str) else None
         reasons: dict[Any, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
         used = MessageUsage(
             input_tokens=cost.prompt_tokens - cached,
@@ -422,15 +367,18 @@ class Making:
             output_tokens=cost.completion_tokens,
             speculation=cost.speculation,
         )
-        return self._message("stop_sequence" if sequence else reasons[self._last.finish], sequence, used)
+        content = [_block(segment, "".join(texts)) for segment, texts in choice.joined.texts.items()]
+        return self._message(content, "stop_sequence" if sequence else reasons[choice.finish], sequence, used)
 
-    def _message(self, reason: StopReason | None, sequence: str | None, used: MessageUsage) -> MessageAnswer:
+    def _message(
+        self, content: list[Content], reason: StopReason | None, sequence: str | None, used: MessageUsage
+    ) -> MessageAnswer:
         return MessageAnswer(
             id=self.generation.id,
             type="message",
             role="assistant",
             model=self.generation.model.name,
-            content=list(self._content.blocks),
+            content=content,
             stop_reason=reason,
             stop_sequence=sequence,
             usage=used,
@@ -439,22 +387,20 @@ class Making:
         )
 
 
-def _stream(request: Request, making: Making) -> EventStream:
-    def sent(data: dict[str, Any]) -> bytes:
-        return event(json.dumps(data, ensure_ascii=False).encode(), data["type"])
+_DELTAS = {  # their types, and the fields of their texts
+    "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
 
-    def written(parts: list[Part]) -> bytes:
-        return b"".join(sent(each) for part in parts for each in making.add(part))
 
-    async def last() -> bytes:
-        answer = (await service_of(request).work(making.whole)).to_dict()
-        delta = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
-        ended = {"type": "message_delta", "delta": delta, "usage": answer["usage"]}
-        return sent(ended) + sent({"type": "message_stop"})
+def _block(segment: Segment, text: str) -> Content:
+    match segment.kind:
+        case "text":
+            return TextContent(type="text", text=text, citations=None)
+        case "thought":
+            return ThinkingContent(type="thinking", thinking=text, signature="")
+    return ToolUseContent(type="tool_use", id=segment.id, name=segment.name, input=json_object(text) or {})
 
-    def failed(error: APIError) -> bytes:
-        return event(errors.as_anthropic(error), "error")
 
-    resumed = bool(making.generation.resumed)
-    first = b"" if resumed else sent({"type": "message_start", "message": making.begun().to_dict()})
-    return stream(request, making.generation, written, last, first=first, failed=failed)
+def _sent(type: str, **fields: Any) -> bytes:
+    return event(json.dumps({"type": type, **fields}, ensure_ascii=False).encode(), type)

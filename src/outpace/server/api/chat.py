@@ -10,24 +10,24 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from outpace.server import schema
-from outpace.server.api import answers, formats, sampling
-from outpace.server.api.answers import Choice, ChosenToken, Chunk, Completed
+from outpace.server.api import formats, sampling
+from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Completed, chosen_tokens
 from outpace.server.api.prompt import Prompt, rendered
-from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
+from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
 from outpace.server.conversation.messages import Messages
-from outpace.server.conversation.pieces import OutputParser, Piece, Reasoning, Text, ToolStart
+from outpace.server.conversation.pieces import Begin, Event, More, OutputParser
 from outpace.server.conversation.tools import ToolChoice, checked, names_of, tool_grammar
 from outpace.server.engines.generation import Generation, Part, Whole, Work, seeded
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
-from outpace.server.streaming import EventStream, event
 
 router = APIRouter(route_class=Route)
 
@@ -101,21 +101,10 @@ class ChatChunk(Chunk):
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
-async def chat_completions(request: Request, body: ChatRequest) -> ChatCompletion | EventStream:
+async def chat_completions(request: Request, body: ChatRequest) -> Answer | Response:
     """Answer a conversation."""
-    service = service_of(request)
-    generation = await begun(request, body.model, "chatcmpl-", partial(work, body, service.settings))
-    if body.stream:
-        return _stream(request, generation, body)
-    wholes = await whole(request, generation)
-
-    def completion() -> ChatCompletion:
-        choices = [choice(generation, each, body) for each in wholes]
-        return ChatCompletion(
-            **answers.head(generation), object="chat.completion", choices=choices, **answers.tail(generation, body)
-        )
-
-    return await service.work(completion)
+    asks = partial(work, body, service_of(request).settings)
+    return await answered(request, body, ChatEncoder, asks, model=body.model, streamed=bool(body.stream))
 
 
 def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
@@ -175,68 +164,66 @@ def _most_tokens(body: ChatRequest) -> int | None:
     return sampling.bounded(both.pop()) if both else None
 
 
-def choice(generation: Generation, made: Whole, body: ChatRequest) -> ChatChoice:
-    """A choice of an answer that is not streamed."""
-    joined = made.joined
-    extras: dict[str, Any] = {}
-    if joined.reasoning:
-        extras["reasoning_content"] = joined.reasoning
-    if joined.calls:
-        extras["tool_calls"] = [
-            Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
-            for call in joined.calls
-        ]
-    content = None if joined.calls and not joined.text else joined.text
-    message = AnswerMessage(role="assistant", content=content, refusal=None, **extras)
-    return ChatChoice(message=message, logprobs=_logprobs(generation, made, body), **answers.choice_fields(made, body))
+class ChatEncoder(Choices):
+    """A chat's answer. A choice's first chunk has its role, unless the answer was resumed after it."""
 
+    prefix = "chatcmpl-"
+    answer, chunk = (ChatCompletion, "chat.completion"), (ChatChunk, "chat.completion.chunk")
+    body: ChatRequest
 
-def _logprobs(generation: Generation, made: Whole | Part, body: ChatRequest) -> ChatLogprobs | None:
-    if not body.logprobs:
-        return None
-    return ChatLogprobs(
-        content=answers.chosen_tokens(made.logprobs, body.top_logprobs or 0, generation.model), refusal=None
-    )
+    def __init__(self, generation: Generation, body: ChatRequest) -> None:
+        super().__init__(generation, body)
+        self._begun = set(generation.resumed)
 
+    def choice(self, made: Whole | Part) -> ChatChoice | ChunkChoice:
+        fields = {"logprobs": self._logprobs(made), **self.fields(made)}
+        if isinstance(made, Part):
+            return ChunkChoice(delta=_delta(made.events), **fields)
+        text, thoughts, calls = made.joined.text, made.joined.thoughts, made.joined.calls
+        extras: dict[str, Any] = {}
+        if thoughts:
+            extras["reasoning_content"] = thoughts
+        if calls:
+            extras["tool_calls"] = [
+                Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
+                for call in calls
+            ]
+        content = None if calls and not text else text
+        message = AnswerMessage(role="assistant", content=content, refusal=None, **extras)
+        return ChatChoice(message=message, **fields)
 
-def _stream(request: Request, generation: Generation, body: ChatRequest) -> EventStream:
-    top = {**answers.head(generation, body), "object": "chat.completion.chunk"}
-    begun_ = set(generation.resumed)
-
-    def first(index: int) -> bytes:
-        begun_.add(index)
+    def part(self, part: Part) -> bytes:
+        if part.index in self._begun:
+            return super().part(part)
+        self._begun.add(part.index)
         delta = Delta(role="assistant", content="")
-        choices = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)]
-        prompt = {"prompt_token_ids": generation.work.prompts[0].tolist()} if body.return_token_ids else {}
-        return event(ChatChunk(**top, choices=choices, **prompt).to_json())
+        first = ChunkChoice(index=part.index, delta=delta, logprobs=None, finish_reason=None)
+        ids = {"prompt_token_ids": self.generation.work.prompts[0].tolist()} if self.body.return_token_ids else {}
+        return self.event([first], **ids) + super().part(part)
 
-    def chunk(part: Part) -> bytes:
-        fields = answers.choice_fields(part, body)
-        choices = [ChunkChoice(delta=_delta(part.pieces), logprobs=_logprobs(generation, part, body), **fields)]
-        return event(ChatChunk(**top, choices=choices, **answers.chunk_fields(generation, part, body)).to_json())
-
-    def written(parts: list[Part]) -> bytes:
-        return b"".join((b"" if part.index in begun_ else first(part.index)) + chunk(part) for part in parts)
-
-    return stream(request, generation, written, answers.last_events(generation, body, ChatChunk, top))
+    def _logprobs(self, made: Whole | Part) -> ChatLogprobs | None:
+        if not self.body.logprobs:
+            return None
+        top = self.body.top_logprobs or 0
+        return ChatLogprobs(content=chosen_tokens(made.logprobs, top, self.generation.model), refusal=None)
 
 
-def _delta(pieces: Sequence[Piece]) -> Delta:
-    """Neighbouring pieces of a kind are one."""
+def _delta(events: Sequence[Event]) -> Delta:
+    """Neighbouring texts of a segment are one."""
     delta: dict[str, Any] = {}
     calls: list[Call] = []
-    for piece in pieces:
-        if isinstance(piece, Text):
-            delta["content"] = delta.get("content", "") + piece.text
-        elif isinstance(piece, Reasoning):
-            delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
-        elif isinstance(piece, ToolStart):
-            function = Function(name=piece.name, arguments="")
-            calls.append(Call(index=piece.index, id=piece.id, type="function", function=function))
-        elif calls and calls[-1].index == piece.index:
-            calls[-1].function.arguments += piece.text
-        else:
-            calls.append(Call(index=piece.index, function=Function(arguments=piece.text)))
+    for each in events:
+        segment = each.segment
+        if isinstance(each, Begin) and segment.kind == "call":
+            function = Function(name=segment.name, arguments="")
+            calls.append(Call(index=segment.call, id=segment.id, type="function", function=function))
+        elif isinstance(each, More) and segment.kind == "call":
+            if not calls:
+                calls.append(Call(index=segment.call, function=Function(arguments="")))
+            calls[-1].function.arguments += each.text
+        elif isinstance(each, More):
+            name = "content" if segment.kind == "text" else "reasoning_content"
+            delta[name] = delta.get(name, "") + each.text
     if calls:
         delta["tool_calls"] = calls
     return Delta(**delta)

@@ -9,22 +9,21 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from outpace.common.arrays import I32
 from outpace.engine.intake import encode_raw
 from outpace.exact.sampling import TokenLogprob
 from outpace.server import schema
-from outpace.server.api import answers, formats, sampling
-from outpace.server.api.answers import Choice, Chunk, Completed
-from outpace.server.api.route import STREAMED, Route, begun, service_of, stream, whole
+from outpace.server.api import formats, sampling
+from outpace.server.api.answers import Choice, Choices, Chunk, Completed
+from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
-from outpace.server.conversation.pieces import Joined
 from outpace.server.engines.generation import Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
-from outpace.server.streaming import EventStream, event
 from outpace.text.answer import TextReader, pieces
 from outpace.text.tokenizer import Tokenizer
 
@@ -70,21 +69,10 @@ class TextChunk(Chunk):
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
-async def completions(request: Request, body: CompletionRequest) -> TextCompletion | EventStream:
+async def completions(request: Request, body: CompletionRequest) -> Answer | Response:
     """Go on with a text, or with each of several."""
-    service = service_of(request)
-    generation = await begun(request, body.model, "cmpl-", partial(work, body, service.settings))
-    if body.stream:
-        return _stream(request, generation, body)
-    wholes = await whole(request, generation)
-
-    def completion() -> TextCompletion:
-        choices = [choice(generation, each, body) for each in wholes]
-        return TextCompletion(
-            **answers.head(generation), object="text_completion", choices=choices, **answers.tail(generation, body)
-        )
-
-    return await service.work(completion)
+    asks = partial(work, body, service_of(request).settings)
+    return await answered(request, body, TextEncoder, asks, model=body.model, streamed=bool(body.stream))
 
 
 def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
@@ -146,7 +134,7 @@ class _Text:
 
     def __init__(self, generation: Generation, index: int, body: CompletionRequest) -> None:
         work, prompt = generation.work, index // generation.work.params.n
-        self._model, self._top, self._body = generation.model, body.logprobs, body
+        self._model, self._top = generation.model, body.logprobs
         self._echo = work.texts[prompt] if work.texts else ""
         self._prompt = work.prompts[prompt]
         self._begun = index in generation.resumed
@@ -156,17 +144,13 @@ class _Text:
         if self._begun:
             self._offset = len(self._echo) + sum(map(self._width, generation.resumed[index].token_ids))
 
-    def choice(self, made: Whole | Part) -> TextChoice:
-        """What ``made`` adds."""
-        joined = made.joined if isinstance(made, Whole) else Joined()
-        if isinstance(made, Part):
-            joined.add(made.pieces)
-        text, before = joined.text, list[TokenLogprob | None]()
+    def of(self, made: Whole | Part) -> tuple[str, ListedLogprobs | None]:
+        """The text and log-probabilities that ``made`` adds."""
+        text, before = made.joined.text, list[TokenLogprob | None]()
         if not self._begun:
             text, before = self._echo + text, list(made.prompt_logprobs)
         self._begun = True
-        logprobs = None if self._top is None else self._listed(before, made.logprobs, self._top)
-        return TextChoice(text=text, logprobs=logprobs, **answers.choice_fields(made, self._body))
+        return text, None if self._top is None else self._listed(before, made.logprobs, self._top)
 
     def _width(self, token: int) -> int:
         """How many characters the answer gains with its next token."""
@@ -215,22 +199,19 @@ def _widths(tokenizer: Tokenizer, ids: I32, text: str) -> list[int]:
     return widths
 
 
-def choice(generation: Generation, made: Whole, body: CompletionRequest) -> TextChoice:
-    """A choice of an answer that is not streamed."""
-    return _Text(generation, made.index, body).choice(made)
+class TextEncoder(Choices):
+    """Texts that go on."""
 
+    prefix = "cmpl-"
+    answer, chunk = (TextCompletion, "text_completion"), (TextChunk, "text_completion")
+    body: CompletionRequest
 
-def _stream(request: Request, generation: Generation, body: CompletionRequest) -> EventStream:
-    top: dict[str, Any] = {**answers.head(generation, body), "object": "text_completion"}
-    texts: dict[int, _Text] = {}
+    def __init__(self, generation: Generation, body: CompletionRequest) -> None:
+        super().__init__(generation, body)
+        self._texts: dict[int, _Text] = {}
 
-    def chunk(part: Part) -> bytes:
-        if part.index not in texts:
-            texts[part.index] = _Text(generation, part.index, body)
-        choices = [texts[part.index].choice(part)]
-        return event(TextChunk(**top, choices=choices, **answers.chunk_fields(generation, part, body)).to_json())
-
-    def written(parts: list[Part]) -> bytes:
-        return b"".join(chunk(part) for part in parts)
-
-    return stream(request, generation, written, answers.last_events(generation, body, TextChunk, top))
+    def choice(self, made: Whole | Part) -> TextChoice:
+        if made.index not in self._texts:
+            self._texts[made.index] = _Text(self.generation, made.index, self.body)
+        text, logprobs = self._texts[made.index].of(made)
+        return TextChoice(text=text, logprobs=logprobs, **self.fields(made))

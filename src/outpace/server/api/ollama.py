@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -12,27 +13,26 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from outpace.common.version import __version__
-from outpace.errors import OutpaceError
 from outpace.server import errors
-from outpace.server.api import answers, chat, completions
-from outpace.server.api.answers import ChosenToken
+from outpace.server.api import chat, completions
+from outpace.server.api.answers import ChosenToken, chosen_tokens
 from outpace.server.api.formats import JsonSchema, ResponseFormat
 from outpace.server.api.models import leased, no_embeddings
 from outpace.server.api.prompt import Effort
-from outpace.server.api.route import Route, begun, each_part, service_of, stream
+from outpace.server.api.route import Encoder, Route, answered, service_of
 from outpace.server.api.sampling import Sampling, SamplingFields, Speculation
 from outpace.server.conversation.formats import format_of
 from outpace.server.conversation.messages import FunctionCall, Message, ToolCall
-from outpace.server.conversation.pieces import Joined, Reasoning, Text
+from outpace.server.conversation.pieces import Joined
 from outpace.server.conversation.tools import Tools
-from outpace.server.engines.generation import Generation, Part, Work, usage
+from outpace.server.engines.generation import Part, Whole, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items
-from outpace.server.streaming import EventStream, Format
 
 # -- ollama shapes ----------------------------------------------------------------------------------------------------
 # The shapes of Ollama's requests and answers, and its requests made chats' and completions'.
@@ -285,8 +285,6 @@ def calls_of(joined: Joined) -> list[OllamaAnswerCall]:
     return found
 
 
-Kind = type[OllamaChatAnswer] | type[OllamaGenerateAnswer]
-
 _REFUSALS: dict[int | str, dict[str, Any]] = {status: {"model": errors.OllamaRefusal} for status in ("4XX", "5XX")}
 router, bodies = APIRouter(responses=_REFUSALS), APIRouter(route_class=Route, responses=_REFUSALS)
 
@@ -294,7 +292,6 @@ NAMES = {  # of fields of chats and completions, as here
     "max_completion_tokens": "options.num_predict", "max_tokens": "options.num_predict", "response_format": "format",
     "reasoning_effort": "think", "repetition_penalty": "options.repeat_penalty",
 }  # fmt: skip
-_LINES = Format("application/x-ndjson", alive=b"")  # there is no line that says nothing
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}}
 
 
@@ -348,21 +345,18 @@ async def embed(request: Request, body: OllamaEmbedRequest) -> Answer:
 
 
 @bodies.post("/api/chat", response_model=OllamaChatAnswer, responses=STREAMED)
-async def ollama_chat(request: Request, body: OllamaChatRequest) -> OllamaChatAnswer | EventStream:
+async def ollama_chat(request: Request, body: OllamaChatRequest) -> Answer | Response:
     """Answer a conversation, as Ollama's clients ask."""
 
     def work(model: Served, scope: str) -> Work:
         talk = chat.asked(**shared(body), **of_chats(body), messages=messages_of(body.messages or ()), tools=body.tools)
         return chat.work(talk, service_of(request).settings, model, scope)
 
-    found: OllamaChatAnswer | EventStream = await _answered(
-        request, body, work if body.messages else None, OllamaChatAnswer
-    )
-    return found
+    return await _answered(request, body, work if body.messages else None, OllamaChatEncoder)
 
 
 @bodies.post("/api/generate", response_model=OllamaGenerateAnswer, responses=STREAMED)
-async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | EventStream:
+async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> Answer | Response:
     """Answer a text, or continue it, as Ollama's clients ask."""
 
     def work(model: Served, scope: str) -> Work:
@@ -377,88 +371,51 @@ async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> Olla
         talk = [*system, Message(role="user", content=body.prompt)]
         return chat.work(chat.asked(**shared(body), **of_chats(body), messages=talk), settings, model, scope)
 
-    found: OllamaGenerateAnswer | EventStream = await _answered(
-        request, body, work if body.prompt else None, OllamaGenerateAnswer
-    )
-    return found
+    return await _answered(request, body, work if body.prompt else None, OllamaGenerateEncoder)
 
 
-async def _answered(request: Request, body: OllamaRequest, work: Any, kind: Kind) -> Any:
-    """``work``: None where the model is only to be loaded."""
-    service = service_of(request)
-    name = _name(service, body.model)
-    if work is None:
-        unload = body.keep_alive in (0, "0", "0s") and name in service.models.names()
-        if unload and await service.unload(name):
-            return _made(kind, body.model, "", "", [], done=True, done_reason="unload")
-        await leased(request, name, lambda model: None)
-        return _made(kind, body.model, "", "", [], done=True, done_reason="load")
-    try:
-        generation = await begun(request, name, "ollama-", work)
-    except (APIError, OutpaceError) as error:
-        raise errors.of(error, NAMES) from error
-    making = Making(generation, body, kind)
-    if body.stream is False:
-        joined = Joined()
-        entries: list[ChosenToken] = []
+class OllamaEncoder(Encoder):
+    """Lines: texts as they come, calls with the last of them, and one that ends the answer."""
 
-        def take(part: Part) -> None:
-            joined.add(part.pieces)
-            entries.extend(making.logprobs(part))
-            making.last = part
+    prefix, names = "ollama-", NAMES
+    media_type, alive = "application/x-ndjson", b""  # there is no line that says nothing
+    body: OllamaRequest
 
-        await each_part(request, generation, take)
-        return await service.work(making.whole, joined, entries)
+    @staticmethod
+    @abstractmethod
+    def answer(name: str, joined: Joined, calls: list[OllamaAnswerCall], **more: Any) -> OllamaAnswer:
+        """A line. ``name``: the model's, as the request has it."""
 
-    async def last() -> bytes:
-        return _line(await service.work(making.whole, Joined(), []))
+    def whole(self) -> OllamaAnswer:
+        choice = self.only
+        return self._last(choice.joined, calls_of(choice.joined), self._logprobs(choice))
 
-    def written(parts: list[Part]) -> bytes:
-        return b"".join(map(making.written, parts))
+    def part(self, part: Part) -> bytes:
+        self.fold(part)
+        joined, logprobs = part.joined, self._logprobs(part)
+        calls = [] if part.result is None else calls_of(self.only.joined)
+        if not (joined.text or joined.thoughts or logprobs or calls):
+            return b""
+        return _line(self.answer(self.body.model, joined, calls, done=False, **logprobs))
 
-    def failed(error: APIError) -> bytes:
+    def end(self) -> bytes:
+        return _line(self._last(Joined(), [], {}))
+
+    def failed(self, error: APIError) -> bytes:
         return errors.as_ollama(error) + b"\n"
 
-    return stream(request, generation, written, last, failed=failed, form=_LINES)
+    def _logprobs(self, choice: Part | Whole) -> dict[str, Any]:
+        if not (self.body.logprobs and choice.logprobs):
+            return {}
+        return {"logprobs": chosen_tokens(choice.logprobs, self.body.top_logprobs or 0, self.generation.model)}
 
-
-class Making:
-    """An answer while it is made."""
-
-    def __init__(self, generation: Generation, body: OllamaRequest, kind: Kind) -> None:
-        self.generation, self._body, self._kind = generation, body, kind
-        self._calls = Joined()  # they are sent whole
-        self.last: Part | None = None
-
-    def logprobs(self, part: Part) -> list[ChosenToken]:
-        """Those of a part, where they are asked for."""
-        if not self._body.logprobs:
-            return []
-        return answers.chosen_tokens(part.logprobs, self._body.top_logprobs or 0, self.generation.model)
-
-    def written(self, part: Part) -> bytes:
-        """The line of a part; none where nothing is to be read in it."""
-        texts = Joined()
-        texts.add(piece for piece in part.pieces if isinstance(piece, (Text, Reasoning)))
-        self._calls.add(piece for piece in part.pieces if not isinstance(piece, (Text, Reasoning)))
-        entries, calls = self.logprobs(part), list[OllamaAnswerCall]()
-        if part.result is not None:
-            self.last, calls = part, calls_of(self._calls)
-        if not (texts.text or texts.reasoning or entries or calls):
-            return b""
-        more: dict[str, Any] = {"logprobs": entries} if entries else {}
-        return _line(_made(self._kind, self._body.model, texts.text, texts.reasoning, calls, done=False, **more))
-
-    def whole(self, joined: Joined, entries: list[ChosenToken]) -> OllamaAnswer:
-        """What ends the answer, with what is left to be said."""
-        assert self.last is not None
+    def _last(self, joined: Joined, calls: list[OllamaAnswerCall], logprobs: dict[str, Any]) -> OllamaAnswer:
         generation, cost, now = self.generation, usage(self.generation), time.perf_counter()
         first = generation.first_token_at or now
-        more: dict[str, Any] = {"logprobs": entries} if entries else {}
-        return _made(
-            self._kind, self._body.model, joined.text, joined.reasoning, calls_of(joined),
+        return self.answer(
+            self.body.model, joined, calls,
             done=True,
-            done_reason="length" if self.last.finish == "length" else "stop",
+            done_reason="length" if self.only.finish == "length" else "stop",
             total_duration=_nanoseconds(now - generation.began),
             load_duration=0,
             prompt_eval_count=cost.prompt_tokens,
@@ -466,19 +423,42 @@ class Making:
             eval_count=cost.completion_tokens,
             eval_duration=_nanoseconds(now - first),
             seed=generation.work.params.seed,
-            **more,
+            **logprobs,
         )  # fmt: skip
 
 
-def _made(kind: Any, name: str, text: str, thoughts: str, calls: list[OllamaAnswerCall], **more: Any) -> OllamaAnswer:
-    thinking: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
-    if kind is OllamaChatAnswer:
+class OllamaChatEncoder(OllamaEncoder):
+    @staticmethod
+    def answer(name: str, joined: Joined, calls: list[OllamaAnswerCall], **more: Any) -> OllamaAnswer:
         called: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        texts: dict[str, Any] = {"message": OllamaAnswerMessage(role="assistant", content=text, **thinking, **called)}
-    else:
-        texts = {"response": text, **thinking}
-    made: OllamaAnswer = kind(model=name, created_at=datetime.now(UTC).isoformat(), **texts, **more)
-    return made
+        message = OllamaAnswerMessage(role="assistant", content=joined.text, **_thinking(joined), **called)
+        return OllamaChatAnswer(model=name, created_at=_now(), message=message, **more)
+
+
+class OllamaGenerateEncoder(OllamaEncoder):
+    @staticmethod
+    def answer(name: str, joined: Joined, calls: list[OllamaAnswerCall], **more: Any) -> OllamaAnswer:
+        return OllamaGenerateAnswer(model=name, created_at=_now(), response=joined.text, **_thinking(joined), **more)
+
+
+def _thinking(joined: Joined) -> dict[str, Any]:
+    return {"thinking": joined.thoughts} if joined.thoughts else {}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+async def _answered(request: Request, body: OllamaRequest, work: Any, kind: type[OllamaEncoder]) -> Answer | Response:
+    """``work``: None where the model is only to be loaded."""
+    service = service_of(request)
+    name = _name(service, body.model)
+    if work is not None:
+        return await answered(request, body, kind, work, model=name, streamed=body.stream is not False)
+    unload = body.keep_alive in (0, "0", "0s") and name in service.models.names() and await service.unload(name)
+    if not unload:
+        await leased(request, name, lambda model: None)
+    return kind.answer(body.model, Joined(), [], done=True, done_reason="unload" if unload else "load")
 
 
 def _name(service: Service, name: str) -> str:

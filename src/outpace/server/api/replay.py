@@ -8,7 +8,7 @@ token departs from its replay in that token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -27,11 +27,12 @@ from outpace.measure import same
 from outpace.params import SamplingParams
 from outpace.server import errors
 from outpace.server.api import chat, completions, responses
-from outpace.server.api.chat import ChatRequest
-from outpace.server.api.completions import CompletionRequest
-from outpace.server.api.responses import ResponsesRequest
-from outpace.server.api.route import Route, begun, each_part, service_of, whole
-from outpace.server.engines.generation import Generation, Work
+from outpace.server.api.answers import Choices
+from outpace.server.api.chat import ChatEncoder, ChatRequest
+from outpace.server.api.completions import CompletionRequest, TextEncoder
+from outpace.server.api.responses import ResponseEncoder, ResponsesRequest
+from outpace.server.api.route import Encoder, Route, begun, each_part, service_of
+from outpace.server.engines.generation import Work
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body
@@ -44,6 +45,9 @@ _NOT_COMPARED = ("speculation", "index")  # of a choice: how it was made
 _LIKE_STOP = ("tool_calls", "function_call")  # what OpenAI calls an answer that stopped after a call
 _KINDS: dict[type[_Asked], str] = {
     ChatRequest: "chat.completion", CompletionRequest: "text_completion", ResponsesRequest: "response",
+}  # fmt: skip
+_ENCODERS: dict[type[_Asked], type[Encoder]] = {
+    ChatRequest: ChatEncoder, CompletionRequest: TextEncoder, ResponsesRequest: ResponseEncoder,
 }  # fmt: skip
 
 
@@ -146,12 +150,14 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
         first = await begun(request, asks.model, "replay-", again)
     except (APIError, OutpaceError) as error:
         raise errors.of(error, responses.NAMES if isinstance(asks, ResponsesRequest) else {}) from error
-    now, results = await _now(request, first, asks), first.in_order
+    encoder: Encoder = _ENCODERS[type(asks)](first, asks)
+    await each_part(request, first, encoder.fold)
+    results = first.in_order
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has the answer drafted
 
     def compared() -> tuple[list[same.Difference | None], tuple[SamplingParams, Drafted] | None]:
         differences = []
-        for choice, answer, result, before in zip(now(), recorded, results, then, strict=True):
+        for choice, answer, result, before in zip(_choices(encoder), recorded, results, then, strict=True):
             kept = {name: value for name, value in before.items() if name not in _NOT_COMPARED}
             differences.append(same.difference(answer, same.Output.of(result)) or _differs(kept, choice, ""))
         return differences, watching(first.model.serving.engine, first.work.prompts, base, recorded, differences)
@@ -159,7 +165,8 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
     differences, second = await service.work(compared)
     if second is not None:
         closer, drafted = replace(first.work, params=second[0], parser=None), second[1]
-        await whole(request, await begun(request, asks.model, "replay-", lambda model, scope: closer))
+        again_ = await begun(request, asks.model, "replay-", lambda model, scope: closer)
+        await each_part(request, again_, lambda part: None)
         differences = await service.work(lambda: drafted.measured(differences, base, results))
     tokens = sum(len(result.token_ids) for result in results)
     prints = Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint)
@@ -176,16 +183,12 @@ def _told(differences: Sequence[same.Difference | None], tokens: int, prints: Fi
     )
 
 
-async def _now(request: Request, first: Generation, asks: _Asked) -> Callable[[], list[dict[str, Any]]]:
-    """What gives today's choices; a response is its only one. Raises APIError."""
-    if isinstance(asks, ResponsesRequest):
-        making = responses.Making(first, asks)
-        await each_part(request, first, making.add)
-        return lambda: [_bare(making.response().to_dict()["output"])]
-    wholes = await whole(request, first)
-    if isinstance(asks, ChatRequest):
-        return lambda: [chat.choice(first, each, asks).to_dict() for each in wholes]
-    return lambda: [completions.choice(first, each, asks).to_dict() for each in wholes]
+def _choices(encoder: Encoder) -> list[dict[str, Any]]:
+    """Today's choices; a response is its only one."""
+    if isinstance(encoder, ResponseEncoder):
+        return [_bare([item.to_dict() for item in encoder.items()])]
+    assert isinstance(encoder, Choices)
+    return [choice.to_dict() for choice in encoder.choices()]
 
 
 def _bare(output: Sequence[dict[str, Any]]) -> dict[str, Any]:

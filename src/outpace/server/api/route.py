@@ -1,24 +1,31 @@
-"""What routes share: bodies read in bounds, and validated and answered off the event loop; waiting for an answer unless
-the client goes away."""
+"""What routes share: bodies, read in bounds and validated off the event loop; and the one way from a request to its
+answer, streamed or whole, which an ``Encoder`` writes as its protocol has it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, aclosing
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from outpace.engine.aio import Watch
+from outpace.errors import OutpaceError
+from outpace.server import errors
 from outpace.server.engines.generation import Caller, Generation, Part, Whole, Work
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, M, parsed
-from outpace.server.streaming import EVENTS, EventStream, Format, gone
+
+log = logging.getLogger(__name__)
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
 # Bodies of requests: read within bounds of size, time and memory, and counted before anything is built of them.
@@ -128,6 +135,94 @@ def scope_of(request: Request) -> str:
     return scope
 
 
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+FINGERPRINT = "system-fingerprint"  # a header of streams: a resumed one may not have it otherwise
+DONE = b"data: [DONE]\n\n"
+
+
+class Encoder(ABC):
+    """An answer as a protocol writes it: part by part as it comes, or all of it at once.
+
+    ``prefix``: of the answer's id; ``names``: of fields of chats and completions, as the protocol spells them;
+    ``media_type``: of streams; ``alive``: what a stream has while there is nothing to write. ``end`` and ``whole`` run
+    off the event loop.
+    """
+
+    prefix: ClassVar[str]
+    names: ClassVar[errors.Names] = {}
+    media_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    alive: ClassVar[bytes] = b": still working\n\n"
+
+    def __init__(self, generation: Generation, body: Any) -> None:
+        self.generation, self.body = generation, body
+        self._choices: dict[int, Whole] = {}
+
+    def fold(self, part: Part) -> None:
+        """Put a part to what its choice has so far."""
+        self._choices.setdefault(part.index, Whole(part.index)).add(part)
+
+    @property
+    def folded(self) -> list[Whole]:
+        """The choices, of the parts that were folded, by index."""
+        return [self._choices[index] for index in sorted(self._choices)]
+
+    @property
+    def only(self) -> Whole:
+        """The choice, of protocols that have one."""
+        return self._choices.setdefault(0, Whole(0))
+
+    @abstractmethod
+    def whole(self) -> Answer:
+        """The answer, once every part is folded."""
+
+    def begin(self) -> bytes:
+        """The stream's beginning, before any part."""
+        return b""
+
+    @abstractmethod
+    def part(self, part: Part) -> bytes:
+        """What a part adds to the stream."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The stream's end, after every part."""
+
+    def failed(self, error: APIError) -> bytes:
+        """The stream's end, where ``error`` ended the generation."""
+        return event(error.body.model_dump_json().encode()) + DONE
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """A server-sent event with ``data``, JSON."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return b"%sdata: %s\n\n" % (head, data)
+
+
+async def answered(
+    request: Request,
+    body: Any,
+    kind: type[Encoder],
+    work: Callable[[Served, str], Work],
+    *,
+    model: str | None,
+    streamed: bool,
+) -> Answer | Response:
+    """The answer to ``body`` as a ``kind`` of encoder writes it. ``work``: what an engine is asked, of the model and
+    the caller's scope. Raises APIError or OutpaceError."""
+    try:
+        generation = await begun(request, model, kind.prefix, work)
+    except (APIError, OutpaceError) as error:
+        if not kind.names:
+            raise
+        raise errors.of(error, kind.names) from error
+    encoder = kind(generation, body)
+    if streamed:
+        return EventStream(encoder, service_of(request))
+    await each_part(request, generation, encoder.fold)
+    return await service_of(request).work(encoder.whole)
+
+
 async def begun(request: Request, model: str | None, kind: str, work: Callable[[Served, str], Work]) -> Generation:
     """A generation of what ``work`` makes of the model and the caller's scope. ``kind``: prefix of the answer's id.
 
@@ -140,17 +235,6 @@ async def begun(request: Request, model: str | None, kind: str, work: Callable[[
     if held := request.scope.get("outpace.body"):
         held.close()  # what was sent is prepared
     return generation
-
-
-async def whole(request: Request, generation: Generation) -> list[Whole]:
-    """Every choice, whole, in order; the generation is closed. Raises APIError."""
-    wholes: dict[int, Whole] = {}
-
-    def add(part: Part) -> None:
-        wholes.setdefault(part.index, Whole(part.index)).add(part)
-
-    await each_part(request, generation, add)
-    return [wholes[index] for index in sorted(wholes)]
 
 
 async def each_part(request: Request, generation: Generation, take: Callable[[Part], object]) -> None:
@@ -174,7 +258,7 @@ async def _unless_gone(
 ) -> T:
     """What ``waiting`` gives; when the client goes away first, it is cancelled, which raises APIError. ``dispose`` gets
     a result that came too late."""
-    task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(gone(request.receive))
+    task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(_gone(request.receive))
     taken, gone_error = False, APIError(GONE, "the client went away")
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -191,28 +275,69 @@ async def _unless_gone(
     raise gone_error
 
 
-def stream(
-    request: Request,
-    generation: Generation,
-    written: Callable[[list[Part]], bytes],
-    last: Callable[[], Awaitable[bytes]],
-    *,
-    first: bytes = b"",
-    failed: Callable[[APIError], bytes] | None = None,
-    form: Format = EVENTS,
-) -> EventStream:
-    """A stream of ``first``, of what ``written`` makes of parts as they come, and of ``last``; it closes the
-    generation. ``failed``: the event of an error, where it is not that of chats."""
-    settings = service_of(request).settings
+async def _gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
-    async def events() -> AsyncGenerator[bytes]:
-        if first:
+
+class EventStream(Response):
+    """Sends what ``encoder`` writes of its generation's parts as they come, with signs of life, and an error that ends
+    them. Then, and when the client goes away or takes too long to read, the generation is closed."""
+
+    def __init__(self, encoder: Encoder, service: Service) -> None:
+        bits = encoder.generation.model.fingerprint
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", FINGERPRINT: bits})
+        self.raw_headers = [
+            (b"content-type", encoder.media_type.encode()),
+            *((name, value) for name, value in self.raw_headers if name != b"content-length"),
+        ]
+        self._encoder, self._service = encoder, service
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        encoder, generation = self._encoder, self._encoder.generation
+        if first := encoder.begin():
             yield first
         while generation.left:
-            parts = await generation.parts(settings.keep_alive)
-            if data := written(parts) if parts else form.alive:
+            parts = await generation.parts(self._service.settings.keep_alive)
+            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive:
                 yield data
-        yield await last()
+        yield await self._service.work(encoder.end)
 
-    bits = generation.model.fingerprint
-    return EventStream(events(), generation.aclose, settings.write_timeout, failed, form.media_type, bits)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = self._events()
+        try:
+            patience = Watch(self._service.settings.write_timeout, lambda: writing.cancel())
+            writing = asyncio.ensure_future(self._write(events, send, patience))
+            leaving = asyncio.ensure_future(_gone(receive))
+            try:
+                await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                patience.close()
+                for task in (writing, leaving):
+                    task.cancel()
+                done = await asyncio.gather(writing, leaving, return_exceptions=True)
+        finally:
+            await events.aclose()
+            await self._encoder.generation.aclose()
+        if isinstance(done[0], Exception) and not isinstance(done[0], OSError):
+            raise done[0]
+
+    async def _write(self, events: AsyncGenerator[bytes], send: Send, patience: Watch) -> None:
+        async def sent(data: bytes) -> None:
+            patience.begin()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            patience.end()
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in events:
+                await sent(data)
+        except OSError:
+            raise
+        except Exception as error:
+            refused = errors.of(error)
+            if refused is not error and refused.status >= 500:
+                log.exception("a stream failed")
+            await sent(self._encoder.failed(refused))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -22,6 +22,13 @@ class TextPart(Body):
     cache_control: Any = Field(default=None, description="Changes nothing: prefixes are cached anyway.")
 
 
+def parts_of(content: str | list[Any]) -> str | list[TextPart]:
+    """A message's content, of another protocol's parts that have a ``text``."""
+    if isinstance(content, str):
+        return content
+    return [TextPart(type="text", text=part.text) for part in content]
+
+
 class FunctionCall(Body):
     name: str = Field(min_length=1)
     arguments: str = Field(description="JSON text.")
@@ -53,6 +60,12 @@ class Message(Body):
     @property
     def thoughts(self) -> str | None:
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
+
+def kind_of(item: Any) -> str | None:
+    """The tag of an item's branch in a union: its type, with capitals, which no field's name has."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind.title() if isinstance(kind, str) else None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""What an answer is made of, and how its text is read piece by piece, however it was cut on the way.
+"""What an answer is made of, as events; and how its text is read piece by piece, however it was cut on the way.
 
 A parser is a generator over characters: it sees one at a time, and waits where there is none yet. So what it says
 cannot depend on how the text was split. What may yet become a call is held back; what turns out to be none is text.
@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Reading = Generator[None, None, None]  # waits for text at every yield
 SPACE = " \t\r\n"
@@ -51,6 +51,72 @@ Piece = Text | Reasoning | ToolStart | ToolArguments
 What = type[Text] | type[Reasoning] | int  # the last: arguments of this call
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of an answer that is of one kind: a text, a thought, or a call, whose text is its arguments' JSON.
+    ``number``: which of the answer's segments; of a call, ``call``: which of its calls, ``id`` and ``name``."""
+
+    kind: Literal["text", "thought", "call"]
+    number: int
+    call: int = 0
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """More of the segment that began last."""
+
+    segment: Segment
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Nothing more of the segment comes: the next one begins, or the answer has ended."""
+
+    segment: Segment
+
+
+Event = Begin | More | End
+
+
+class Segmenter:
+    """Makes events of an answer's pieces."""
+
+    def __init__(self) -> None:
+        self._open: Segment | None = None
+
+    def feed(self, pieces: Iterable[Piece], *, last: bool = False) -> list[Event]:
+        """``last``: the answer ends with them."""
+        events: list[Event] = []
+        segment = self._open
+        for piece in pieces:
+            number = 0 if segment is None else segment.number + 1
+            if isinstance(piece, ToolStart):
+                new = Segment("call", number, piece.index, piece.id, piece.name)
+            elif isinstance(piece, ToolArguments):
+                assert segment is not None, "arguments of no call"
+                new = segment
+            else:
+                kind: Literal["text", "thought"] = "text" if isinstance(piece, Text) else "thought"
+                new = segment if segment is not None and segment.kind == kind else Segment(kind, number)
+            if new is not segment:
+                events += [Begin(new)] if segment is None else [End(segment), Begin(new)]
+                segment = new
+            if not isinstance(piece, ToolStart):
+                events.append(More(new, piece.text))
+        if last and segment is not None:
+            events.append(End(segment))
+        self._open = segment
+        return events
+
+
 class OutputParser(Protocol):
     """Takes an answer's text apart. The joined pieces are the same under every split of the text; nothing raises."""
 
@@ -84,23 +150,33 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class Joined:
-    """Pieces put together: what an unstreamed answer says."""
+    """Events put together: what an answer says, or the part of it that they are of. ``texts``: by segment."""
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    texts: dict[Segment, list[str]] = field(default_factory=dict)
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            match piece:
-                case Text(text):
-                    self.text += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case ToolStart(_, its_id, name):
-                    self.calls.append(Call(its_id, name))
-                case ToolArguments(index, text):
-                    self.calls[index].arguments += text
+    def add(self, events: Iterable[Event]) -> None:
+        """What follows. A segment may have begun before."""
+        for event in events:
+            if isinstance(event, Begin):
+                self.texts[event.segment] = []
+            elif isinstance(event, More):
+                self.texts.setdefault(event.segment, []).append(event.text)
+
+    @property
+    def text(self) -> str:
+        return self._of("text")
+
+    @property
+    def thoughts(self) -> str:
+        return self._of("thought")
+
+    def _of(self, kind: str) -> str:
+        return "".join(text for segment, texts in self.texts.items() if segment.kind == kind for text in texts)
+
+    @property
+    def calls(self) -> list[Call]:
+        calls = ((segment, texts) for segment, texts in self.texts.items() if segment.kind == "call")
+        return [Call(segment.id, segment.name, "".join(texts)) for segment, texts in calls]
 
 
 class Plain:

@@ -21,7 +21,7 @@ from outpace.exact.noise import fresh_seed
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
 from outpace.server import errors
-from outpace.server.conversation.pieces import Joined, OutputParser, Piece, Plain, ToolStart
+from outpace.server.conversation.pieces import Event, Joined, OutputParser, Plain, Segmenter
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer
@@ -70,11 +70,11 @@ def seeded(params: SamplingParams) -> SamplingParams:
 @dataclass(slots=True)
 class Part:
     """What a choice gained. ``finish``: OpenAI's reason, with the last one; ``stop_reason``: the stop string or token
-    id, or "deadline". ``written``: the text's segments with who wrote each, where that was asked for; ``drafted``:
-    draft tokens that were verified meanwhile."""
+    id, or "deadline". ``written``: the text with who wrote what of it, where that was asked for; ``drafted``: draft
+    tokens that were verified meanwhile."""
 
     index: int
-    pieces: list[Piece]
+    events: list[Event]
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
@@ -83,6 +83,13 @@ class Part:
     finish: str | None = None
     stop_reason: str | int | None = None
     result: Result | None = None
+
+    @property
+    def joined(self) -> Joined:
+        """What it says."""
+        joined = Joined()
+        joined.add(self.events)
+        return joined
 
 
 class Colours:
@@ -119,6 +126,7 @@ class Choice:
     parser: OutputParser = field(default_factory=Plain)
     colours: Colours | None = None
     nothing: bool = False
+    segmenter: Segmenter = field(default_factory=Segmenter)
     _called: bool = False
 
     def feed(self, delta: Delta) -> Part:
@@ -128,9 +136,10 @@ class Choice:
         pieces = self.parser.feed(delta.text)
         if delta.finish_reason is not None:
             pieces = [*pieces, *self.parser.finish()]
-        self._called = self._called or any(isinstance(piece, ToolStart) for piece in pieces)
+        events = self.segmenter.feed(pieces, last=delta.finish_reason is not None)
+        self._called = self._called or any(event.segment.kind == "call" for event in events)
         written = () if self.colours is None else self.colours.of(delta)
-        part = Part(self.index, pieces, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written, delta.drafted)
+        part = Part(self.index, events, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written, delta.drafted)
         if delta.result is not None:
             part.result = delta.result
             part.finish, part.stop_reason = self._finish(delta.result)
@@ -146,7 +155,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Whole:
-    """A choice, whole."""
+    """All parts of a choice, put together."""
 
     index: int
     joined: Joined = field(default_factory=Joined)
@@ -161,7 +170,7 @@ class Whole:
 
     def add(self, part: Part) -> None:
         """Take up a part."""
-        self.joined.add(part.pieces)
+        self.joined.add(part.events)
         self.token_ids.extend(part.token_ids)
         self.logprobs.extend(part.logprobs)
         self.written.extend(part.written)
