@@ -15,15 +15,15 @@ from outpace.cli import app
 from outpace.cli.command import Command, Group, UsageError
 from outpace.cli.options import Common
 from outpace.common.installing import install
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, defined, option
 from outpace.errors import ParameterError
 from outpace.params import PARAMETERS
 
 
 @dataclass(frozen=True)
 class Shared:
-    seed: Annotated[int | None, option("--seed", "-s", help="Drawn.")] = None
-    loud: Annotated[bool, option("--loud", "-l", help="100 % loud.")] = False
+    seed: int | None = defined(None, "Drawn.", option=("--seed", "-s"))
+    loud: bool = defined(False, "100 % loud.", option=("--loud", "-l"))
 
 
 SEEN: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def test_every_parameter_with_an_option_is_one_of_generates(capsys: pytest.Captu
         app.parse(["generate", "--help"])
     text = capsys.readouterr().out
     for parameter in PARAMETERS.values():
-        assert all(f"{name}" in text for name in parameter.option)
+        assert all(f"{name}" in text for name in parameter.option or ())
 
 
 def test_a_command_line_is_read_without_heavy_imports() -> None:

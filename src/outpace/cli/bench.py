@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, SIZE, Common, Load
 from outpace.cli.terminal import table
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:

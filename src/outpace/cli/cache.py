@@ -6,7 +6,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import option
+from outpace.common.parameter import option
 
 
 def run(

@@ -17,7 +17,7 @@ from outpace.cli.options import SYSTEM, Common, Draft, Load, Unbounded, system_m
 from outpace.cli.summary import cautions
 from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing, reading_text
 from outpace.common.files import cache_dir, write_json
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import LIMIT, PROMPTS, Load
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 

@@ -12,7 +12,7 @@ from outpace import _fast
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.common.installing import install
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError
 from outpace.measure import machine
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 
 if TYPE_CHECKING:
     from outpace.measure.same import Target

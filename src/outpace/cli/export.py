@@ -10,7 +10,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 

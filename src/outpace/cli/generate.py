@@ -14,7 +14,7 @@ from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.cli.summary import show_scores, summary
 from outpace.cli.terminal import reading_text
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:

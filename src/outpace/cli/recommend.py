@@ -11,7 +11,7 @@ from outpace.cli.bench import end, measured
 from outpace.cli.command import Command
 from outpace.cli.options import PROMPTS, Common, Load
 from outpace.cli.terminal import table
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:

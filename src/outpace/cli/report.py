@@ -7,7 +7,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 _COUNTS = "Decode speed of one answer, tokens/s: each engine at its fastest"

@@ -13,7 +13,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load
 from outpace.common.installing import install
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import Argument, MissingExtraError, ParameterError
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")

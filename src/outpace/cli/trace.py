@@ -7,7 +7,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 
 FILE = argument(help="A trace, as outpace generate --trace wrote it.")
 MODEL = option("--model", "-m", help="The target, where it is not the one that the trace names.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command
 from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
 from outpace.cli.summary import seed_of
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:

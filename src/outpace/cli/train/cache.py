@@ -9,7 +9,7 @@ from typing import Annotated
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.cli.train.shared import kept, say, summary, writer_for
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
