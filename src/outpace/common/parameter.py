@@ -361,6 +361,22 @@ def _check_unicode(name: str, texts: Sequence[str]) -> None:
             raise ParameterError(Argument(name), why) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Each:
+    """Texts, of which each is ``right``; none: None or an empty list."""
+
+    right: Callable[[str], bool]
+    remedy: str
+    json: ClassVar[Any] = list[str]
+    range: ClassVar[str] = "texts"
+
+    def checked(self, name: str, texts: Any) -> tuple[str, ...]:
+        for text in texts or ():
+            if not self.right(text):
+                raise ParameterError(Argument(name, text), self.remedy)
+        return tuple(texts or ())
+
+
 class Words:
     """Texts, or lists of token ids; one text is one word."""
 
