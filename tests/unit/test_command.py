@@ -31,12 +31,12 @@ SEEN: dict[str, Any] = {}
 
 def some(
     shared: Shared,
-    out: Annotated[Path, option("--out", help="A file.")],
-    text: Annotated[str | None, argument(help="Words.")] = None,
-    word: Annotated[list[str] | None, option("--word", help="Repeatable.")] = None,
-    share: Annotated[float, option("--share", help="A share.")] = 0.5,
-    wide: Annotated[bool, option("--wide", help="On by default.")] = True,
-    even: Annotated[int, option("--even", parser=lambda text: _even(text), help="An even number.")] = 2,
+    out: Annotated[Path, option("A file.")],
+    text: Annotated[str | None, argument("Words.")] = None,
+    word: Annotated[list[str] | None, option("Repeatable.")] = None,
+    share: Annotated[float, option("A share.")] = 0.5,
+    wide: Annotated[bool, option("On by default.")] = True,
+    even: Annotated[int, option("An even number.", parser=lambda text: _even(text))] = 2,
 ) -> int:
     """Do something. And more.
 
@@ -173,7 +173,7 @@ def test_any_file_takes_json(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "o").mkdir()
 
-    def write(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+    def write(common: Common, prompt: Annotated[str | None, argument("A prompt.")] = None) -> int:
         assert prompt == "hi"
         assert not common.emit({})
         return 0
@@ -193,7 +193,7 @@ def test_a_prompt_is_no_file_and_no_option(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Hello").write_text("precious")
 
-    def show(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+    def show(common: Common, prompt: Annotated[str | None, argument("A prompt.")] = None) -> int:
         print(prompt)
         return 0
 

@@ -11,12 +11,9 @@ from outpace.common.parameter import option
 
 def run(
     common: Common,
-    clear: Annotated[
-        bool, option("--clear", help="Delete all packed weights; models that are running keep theirs.")
-    ] = False,
+    clear: Annotated[bool, option("Delete all packed weights; models that are running keep theirs.")] = False,
     remove: Annotated[
-        list[str] | None,
-        option("--remove", metavar="NAME", help="Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable."),
+        list[str] | None, option("Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable.", metavar="NAME")
     ] = None,
 ) -> int:
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,

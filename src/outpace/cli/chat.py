@@ -46,8 +46,7 @@ def run(
     common: Common,
     system: Annotated[str | None, SYSTEM] = None,
     more_drafter: Annotated[
-        list[str] | None,
-        option("--more-drafter", group="drafting", help="A drafter that /drafter may choose. Repeatable."),
+        list[str] | None, option("A drafter that /drafter may choose. Repeatable.", group="drafting")
     ] = None,
 ) -> int:
     """Talk to a model. /help lists what else can be typed, Ctrl-C stops an answer. --json prints a JSON line a turn."""

@@ -22,9 +22,7 @@ _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safeten
 def run(
     load: Load,
     common: Common,
-    measure: Annotated[
-        bool, option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
-    ] = False,
+    measure: Annotated[bool, option("Measure anew what a forward costs, on a machine that is idle now.")] = False,
 ) -> int:
     """Show versions, CPU features, backends, memory, and what a model's forwards cost here by width."""
     found: dict[str, Any] = {

@@ -99,13 +99,11 @@ def size_of(text: str) -> int | str:
         raise ValueError(f"{text!r}: give auto (what pays), or a number of tokens (0 decodes plainly)") from None
 
 
-SIZE = option("--size", "-s", parser=size_of, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
-PROMPTS = option(
-    "--prompts", help="JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line."
-)
-LIMIT = option("--limit", help="So many rows, spread evenly over the file.")
-SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
-ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution).")
+SIZE = option("Tokens drafted a step. Default: auto, what pays.", "--size", "-s", parser=size_of, metavar="N|auto")
+PROMPTS = option("JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line.")
+LIMIT = option("So many rows, spread evenly over the file.")
+SYSTEM = option("A system message before the conversation.", metavar="TEXT")
+ACCEPTANCE = option("coupled (same tokens), rejection (same distribution).")
 
 
 def _drafters() -> list[tuple[str, str]]:
@@ -115,7 +113,7 @@ def _drafters() -> list[tuple[str, str]]:
 
 
 _DRAFTER = option(
-    "--drafter", "-d", group="", help="What drafts, from the list below; + joins several.",
+    "What drafts, from the list below; + joins several.", "--drafter", "-d", group="",
     listing=("drafters (their options: docs/drafters.md)", _drafters),
 )  # fmt: skip
 

@@ -27,42 +27,29 @@ def run(
     draft: Draft,
     common: Common,
     *,
-    max_rows: Annotated[int, option("--max-rows", group="limits", help="Answers that are written at once.")] = 16,
+    max_rows: Annotated[int, option("Answers that are written at once.", group="limits")] = 16,
     settings: ServerSettings,
-    more_drafter: Annotated[
-        list[str] | None, option("--more-drafter", help="A drafter that requests may choose. Repeatable.")
-    ] = None,
+    more_drafter: Annotated[list[str] | None, option("A drafter that requests may choose. Repeatable.")] = None,
     also: Annotated[
-        list[str] | None,
-        option("--also", metavar="MODEL", help="Another model, loaded when it is asked for. Repeatable."),
+        list[str] | None, option("Another model, loaded when it is asked for. Repeatable.", metavar="MODEL")
     ] = None,
     model_memory: Annotated[
-        str | None,
-        option(
-            "--model-memory", metavar="SIZE", group="limits", help="With --also: of all loaded models, such as 8GiB."
-        ),
+        str | None, option("With --also: of all loaded models, such as 8GiB.", metavar="SIZE", group="limits")
     ] = None,
-    served_name: Annotated[str | None, option("--served-name", help="What requests call the model.")] = None,
-    api_key_file: Annotated[
-        Path | None, option("--api-key-file", help=f"Keys, one a line; also from {_KEYS}, between commas.")
-    ] = None,
+    served_name: Annotated[str | None, option("What requests call the model.")] = None,
+    api_key_file: Annotated[Path | None, option(f"Keys, one a line; also from {_KEYS}, between commas.")] = None,
     prefill_delay: Annotated[
-        float, option("--prefill-delay", group="limits", help="Seconds by which prompts may hold up answers in a step.")
+        float, option("Seconds by which prompts may hold up answers in a step.", group="limits")
     ] = 0.05,
     step_stretch: Annotated[
-        float,
-        option("--step-stretch", group="limits", help="Longest step that drafts in a batch may make, in plain steps."),
+        float, option("Longest step that drafts in a batch may make, in plain steps.", group="limits")
     ] = 2.0,
-    log_format: Annotated[
-        str, option("--log-format", group="output", help="text, or json: one object a line.")
-    ] = "text",
-    otel: Annotated[
-        bool, option("--otel", group="output", help="OpenTelemetry spans, as its environment variables say.")
-    ] = False,
+    log_format: Annotated[str, option("text, or json: one object a line.", group="output")] = "text",
+    otel: Annotated[bool, option("OpenTelemetry spans, as its environment variables say.", group="output")] = False,
     replicas: Annotated[
-        str | None, option("--replicas", metavar="N", help="So many servers behind one address; 1-4: as load asks.")
+        str | None, option("So many servers behind one address; 1-4: as load asks.", metavar="N")
     ] = None,
-    ray: Annotated[str | None, option("--ray", metavar="ADDRESS", help="Of the cluster on which they run.")] = None,
+    ray: Annotated[str | None, option("Of the cluster on which they run.", metavar="ADDRESS")] = None,
 ) -> int:
     """Serve a model with OpenAI's API."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]

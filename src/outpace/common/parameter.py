@@ -67,7 +67,8 @@ class Parameter:
     none: Literal["refused", "off", "value"] = "refused"  # what None is; "off": the default
     keyword: str | None = None  # the type of the keyword, where that takes more than is kept
     # on the command line
-    option: tuple[str, ...] | None = ()  # names; (): that of the field, or for a function an argument; None: not there
+    option: tuple[str, ...] | None = ()  # names; (): its own; None: not there
+    positional: bool = False  # an argument, which is given without a name
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None  # makes a value of a text; raises ValueError with a message
     bare: str | None = None  # the value where it stands alone, with no file's name behind it
@@ -104,19 +105,19 @@ class Parameter:
             values = Flag()
         if none == "refused" and union and NoneType in get_args(hint):
             none = "value"
-        return replace(
-            self, name=name, kind=kind, values=values, none=none, group=group if self.group is None else self.group
-        )
+        option = (f"--{name.replace('_', '-')}",) if self.option == () and not self.positional else self.option
+        group = group if self.group is None else self.group
+        return replace(self, name=name, kind=kind, values=values, none=none, option=option, group=group)
 
 
-def option(*names: str, help: str, **more: Any) -> Parameter:
-    """An option of a command. ``more``: see Parameter."""
-    return Parameter(option=names, meaning=help, **more)
+def option(meaning: str, *names: str, **more: Any) -> Parameter:
+    """An option of a command. ``names``: where they are not its parameter's; ``more``: see Parameter."""
+    return Parameter(meaning=meaning, option=names, **more)
 
 
-def argument(*, help: str, metavar: str | None = None) -> Parameter:
+def argument(meaning: str, metavar: str | None = None) -> Parameter:
     """An argument of a command."""
-    return Parameter(meaning=help, metavar=metavar)
+    return Parameter(meaning=meaning, positional=True, metavar=metavar)
 
 
 def annotated(name: str, hint: Any, default: Any) -> Parameter:
@@ -147,9 +148,7 @@ def defined(default: Any, meaning: str | Parameter, values: Values = UNCHECKED, 
 def definitions(kind: Any) -> Mapping[str, Parameter]:
     """The definitions of a dataclass's fields, by name."""
     hints, group = get_type_hints(kind), getattr(kind, "GROUP", "")
-    found = {f.name: f.metadata["definition"].of(f.name, hints[f.name], group) for f in fields(kind) if f.metadata}
-    own = {name: (f"--{name.replace('_', '-')}",) for name, each in found.items() if each.option == ()}
-    return {name: replace(each, option=own.get(name, each.option)) for name, each in found.items()}
+    return {f.name: f.metadata["definition"].of(f.name, hints[f.name], group) for f in fields(kind) if f.metadata}
 
 
 def check(options: Any) -> None:

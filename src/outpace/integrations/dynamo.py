@@ -81,7 +81,7 @@ class Outpace(LLMEngine):
             ("discovery_backend", os.environ.get("DYN_DISCOVERY_BACKEND", "etcd")),
             ("request_plane", os.environ.get("DYN_REQUEST_PLANE", "tcp")),
         ):
-            parser.add(option(f"--{name.replace('_', '-')}", help="Dynamo's.", name=name, default=value))
+            parser.add(option("Dynamo's.", default=value).of(name, str))
         try:
             given = vars(parser.read(sys.argv[1:] if argv is None else argv))
         except UsageError as error:

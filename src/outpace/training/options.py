@@ -15,10 +15,8 @@ EAGLE_INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
 STUDENT_INITS = ("scratch", "first", "last", "even")
 
 _DATA, _BETWEEN = "what it learns from", "evaluations and snapshots"  # headings
-_CANDIDATES = option(
-    "--candidates", help="Rows of the head a batch is trained against. 0: all.", values=Interval("[0, inf)")
-)
-_DEPTH = option("--depth", help="Tokens of a simulated chain.", values=Interval("[1, 16]"))
+_CANDIDATES = option("Rows of the head a batch is trained against. 0: all.", values=Interval("[0, inf)"))
+_DEPTH = option("Tokens of a simulated chain.", values=Interval("[1, 16]"))
 
 
 # Options that a training which goes on may change: no step that was taken depends on them.
