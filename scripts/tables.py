@@ -55,6 +55,15 @@ def parameters() -> str:
     return _rows(head, rows)
 
 
+def settings(kind: type[Any]) -> str:
+    """The options of a dataclass."""
+    rows = (
+        (_code(name), _code(repr(p.default)) if not callable(p.default) else "", p.values.range, p.meaning)
+        for name, p in definitions(kind).items()
+    )
+    return _rows(("option", "default", "values", "meaning"), rows)
+
+
 def _commands() -> dict[str, Command]:
     """Every command by its name, those of a group by both names."""
     found = {}
@@ -96,6 +105,8 @@ def drafters() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "drafters": drafters,
     "parameters": parameters,
+    "engine": partial(settings, EngineOptions),
+    "loading": partial(settings, LoadOptions),
     "commands": commands,
     **{f"options-{name.replace(' ', '-')}": partial(options, name) for name in _commands()},
 }

@@ -237,6 +237,8 @@ class Integer:
 
     @property
     def range(self) -> str:
+        if self.high == math.inf:
+            return f"{self.low} or more"
         powers: dict[float, str] = {2**31 - 1: "2^31 - 1", 2**64 - 1: "2^64 - 1"}
         return f"{self.low} to {powers.get(self.high, self.high)}"
 

@@ -117,30 +117,23 @@ MOST_NODES = 63  # a forward has at most 64 tokens of one row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's own options, validated before anything is loaded. Raises ParameterError.
+    """The engine's own options, validated before anything is loaded. Raises ParameterError."""
 
-    ``size``: tokens drafted a step, or "auto": what pays; ``acceptance``: docs/exactness.md; ``max_rows``: requests
-    that run at once; ``prefill_chunk``: prompt tokens a step; ``prefill_delay``: seconds by which they may hold up
-    rows that decode (None: any; 16 tokens go in any case); ``step_stretch``: how much longer than a plain step of its
-    rows "auto" may make one with drafts in which several rows run, as a factor of at least 1 (None: any);
-    ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike (0: none).
-    """
-
-    size: Size = "auto"
-    acceptance: Acceptance = defined("coupled", "Which tokens come.", _ACCEPTANCE)
+    size: Size = defined("auto", "Tokens drafted a step, 0 to 63, or auto: what pays.")
+    acceptance: Acceptance = defined("coupled", "Same tokens, or same distribution (exactness.md).", _ACCEPTANCE)
     max_rows: int = defined(16, "Requests that run at once.", Integer(1, remedy="give at least 1"))
     prefill_chunk: int = defined(512, "Prompt tokens a step.", Integer(1, remedy="give at least 1"))
     prefill_delay: float | None = defined(
-        None, "Seconds by which prompts may hold up answers in a step.",
-        _SECONDS,
-    )  # fmt: skip
+        None, "Seconds by which prompts may hold up rows that decode. None: any; 16 tokens go in any case.", _SECONDS
+    )
     step_stretch: float | None = defined(
-        None, "Longest step that drafts in a batch may make, in plain steps.",
+        None, "How much longer than a plain step of its rows auto may make one with drafts in which several rows run.",
         Interval("[1, inf]", "give at least 1, or None"),
     )  # fmt: skip
     prefix_rows: int = defined(
-        16, "Answers whose KV is kept for prompts that begin alike.", Integer(0, remedy="give at least 0")
-    )
+        16, "Finished rows whose KV is kept for prompts that begin alike. 0: none.",
+        Integer(0, remedy="give at least 0"),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)

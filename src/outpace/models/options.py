@@ -30,14 +30,10 @@ def _at_least(least: int) -> Integer:
 class LoadOptions:
     """How to load a model. Raises ParameterError that names the option.
 
-    ``backend``: auto, native or transformers. ``dtype``: auto is what the file has on the native backend; elsewhere
-    float32 on a CPU, where identical tokens are promised, and the checkpoint's own type on a GPU. ``device``: auto is
-    the GPU if there is one. ``threads``: of the CPU (None: all). ``max_length``: most positions of a row.
-    ``kv_memory``: hard bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend: bfloat16, float32 or
-    int8 keys and values; int8 or int4 for weights that are not quantised yet. ``strict``: on the Transformers backend,
+    ``dtype``: auto is what the file has on the native backend; elsewhere float32 on a CPU, where identical tokens are
+    promised, and the checkpoint's own type on a GPU. ``device``: auto is the GPU if there is one. ``kv_memory``: hard
+    bound in bytes. ``kv_dtype`` and ``quantize`` concern the native backend. ``strict``: on the Transformers backend,
     too, a token's bits depend on nothing that is computed beside it, as they never do on the native one.
-    ``revision``: a branch, tag or commit on Hugging Face; ``offline``: download nothing. ``trust_remote_code``: run
-    code that comes with the model; ``allow_pickle``: read weights that are not safetensors, which can run code.
     """
 
     backend: Backend = defined("auto", "auto, native (C++ on the CPU) or transformers.")
