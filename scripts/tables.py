@@ -14,11 +14,11 @@ from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, get_args
+from typing import Any
 
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command
-from outpace.common.option import Spelling
+from outpace.common.parameter import definitions
 from outpace.drafters.catalogue import METHODS
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
@@ -49,8 +49,19 @@ def parameters() -> str:
         known = [alias for alias in p.names if alias != p.request]
         values = p.values.range + (", None" if p.none == "value" else "")
         default = _code(repr(p.default))
-        rows.append((_code(name), default, values, p.stage, p.meaning, _code(*p.option), request, _code(*known)))
+        rows.append(
+            (_code(name), default, values, str(p.stage), p.meaning, _code(*p.option or ()), request, _code(*known))
+        )
     return _rows(head, rows)
+
+
+def settings(kind: type[Any]) -> str:
+    """The options of a dataclass."""
+    rows = (
+        (_code(name), _code(repr(p.default)) if not callable(p.default) else "", p.values.range, p.meaning)
+        for name, p in definitions(kind).items()
+    )
+    return _rows(("option", "default", "values", "meaning"), rows)
 
 
 def _commands() -> dict[str, Command]:
@@ -70,21 +81,13 @@ def commands() -> str:
 
 def options(name: str) -> str:
     """The options of a command but those of loading, of sampling and of everybody's, which have their own tables."""
-    shared = {} if name == "generate" else {f for f, _, _ in _commands()["generate"].options()}
+    shared = set() if name == "generate" else {each.name for each in _commands()["generate"].options()}
     rows = []
-    for field, hint, default in _commands()[name].options():
-        spelling = next(part for part in get_args(hint) if isinstance(part, Spelling))
-        if field in shared or not spelling.names:
+    for each in sorted(_commands()[name].options(), key=lambda each: bool(each.group)):  # as help has them
+        if each.name in shared or not each.option:
             continue
-        text = spelling.help
-        given = default not in (None, False, "", (), Parameter.empty) and "efault:" not in text
-        rows.append(
-            (
-                _code(*spelling.names),
-                _code(str(default)) if given else "",
-                text,
-            )
-        )
+        plain = callable(each.default) or each.default in (None, False, "", ()) or "efault:" in each.meaning
+        rows.append((_code(*each.option), "" if plain else _code(str(each.default)), each.meaning))
     return _rows(("option", "default", "meaning"), rows)
 
 
@@ -102,14 +105,17 @@ def drafters() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "drafters": drafters,
     "parameters": parameters,
+    "engine": partial(settings, EngineOptions),
+    "loading": partial(settings, LoadOptions),
     "commands": commands,
     **{f"options-{name.replace(' ', '-')}": partial(options, name) for name in _commands()},
 }
 
 
 def _fields(kind: type[Any]) -> dict[str, str]:
-    """The types of a dataclass's fields, as they are written; ``keyword`` in the metadata: what is taken by name."""
-    return {field.name: field.metadata.get("keyword", field.type) for field in fields(kind)}
+    """The types of a dataclass's fields, as they are written, or what is taken by name."""
+    taken = {name: parameter.keyword for name, parameter in definitions(kind).items()}
+    return {field.name: taken.get(field.name) or field.type for field in fields(kind)}
 
 
 def _named(function: Callable[..., Any]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, 
 from outpace.common import habits
 from outpace.common.parameter import (
     Biases,
-    Flag,
     Integer,
     Number,
     Parameter,
@@ -20,6 +19,7 @@ from outpace.common.parameter import (
     Texts,
     TokenIds,
     Words,
+    check,
     defined,
     definitions,
     is_number,
@@ -124,107 +124,105 @@ class SamplingParams:
     """
 
     temperature: float = defined(
-        0.0, Number(0, 100, "0 is greedy, 1 the model's own distribution"), "temperature",
-        "0 is greedy, 1 the model's own distribution.",
-        option=("--temperature", "-T"), request="temperature", config="temperature", aliases=("temp", "T"),
+        0.0, "0 is greedy, 1 the model's own distribution.",
+        Number(0, 100, "0 is greedy, 1 the model's own distribution"),
+        stage="temperature", option=("--temperature", "-T"), request="temperature", config="temperature",
+        aliases=("temp", "T"),
     )  # fmt: skip
     top_n_sigma: float = defined(
-        0.0, Number(0, 100, "in standard deviations of the logits; 0 turns it off"), "filter",
-        "Keep tokens whose logit is at most this many standard deviations below the largest. 0: off.", none="off",
-        option=("--top-n-sigma",), request="top_n_sigma", config="top_n_sigma", aliases=("nsigma", "top_nsigma"),
+        0.0, "Keep tokens whose logit is at most this many standard deviations below the largest. 0: off.",
+        Number(0, 100, "in standard deviations of the logits; 0 turns it off"), stage="filter", none="off",
+        request="top_n_sigma", config="top_n_sigma", aliases=("nsigma", "top_nsigma"),
     )  # fmt: skip
     top_k: int = defined(
-        0, Integer(0, _WHOLE, "0 turns it off", off=-1), "filter",
-        "Keep the k likeliest tokens; ties are cut by lowest token id. 0: off.", none="off",
-        option=("--top-k",), request="top_k", config="top_k",
+        0, "Keep the k likeliest tokens; ties are cut by lowest token id. 0: off.",
+        Integer(0, _WHOLE, "0 turns it off", off=-1), stage="filter", none="off", request="top_k", config="top_k",
     )  # fmt: skip
     top_p: float = defined(
-        1.0, Number(0, 1, "a share; 1 turns it off", above=True), "filter",
-        "Keep the likeliest tokens whose probabilities reach this sum. 1: off.", none="off",
-        option=("--top-p",), request="top_p", config="top_p",
+        1.0, "Keep the likeliest tokens whose probabilities reach this sum. 1: off.",
+        Number(0, 1, "a share; 1 turns it off", above=True), stage="filter", none="off",
+        request="top_p", config="top_p",
     )  # fmt: skip
     min_p: float = defined(
-        0.0, Number(0, 1, "a share of the likeliest token's; 0 turns it off"), "filter",
-        "Drop tokens less likely than this share of the likeliest. 0: off.", none="off",
-        option=("--min-p",), request="min_p", config="min_p",
+        0.0, "Drop tokens less likely than this share of the likeliest. 0: off.",
+        Number(0, 1, "a share of the likeliest token's; 0 turns it off"), stage="filter", none="off",
+        request="min_p", config="min_p",
     )  # fmt: skip
     repetition_penalty: float = defined(
-        1.0, Number(0.01, 100, "1 turns it off"), "logits",
-        "Divides positive and multiplies negative logits of tokens in prompt and output. 1: off.", none="off",
-        option=("--repetition-penalty",), request="repetition_penalty", config="repetition_penalty",
-        aliases=("repeat_penalty", "penalty_repeat"),
+        1.0, "Divides positive and multiplies negative logits of tokens in prompt and output. 1: off.",
+        Number(0.01, 100, "1 turns it off"), stage="logits", none="off", request="repetition_penalty",
+        config="repetition_penalty", aliases=("repeat_penalty", "penalty_repeat"),
     )  # fmt: skip
     presence_penalty: float = defined(
-        0.0, _OFF_AT_0, "logits", "Taken from the logits of tokens in the output. 0: off.", none="off",
-        option=("--presence-penalty",), request="presence_penalty", aliases=("penalty_present",),
+        0.0, "Taken from the logits of tokens in the output. 0: off.", _OFF_AT_0, stage="logits", none="off",
+        request="presence_penalty", aliases=("penalty_present",),
     )  # fmt: skip
     frequency_penalty: float = defined(
-        0.0, _OFF_AT_0, "logits", "Taken from a token's logit for each time it is in the output. 0: off.", none="off",
-        option=("--frequency-penalty",), request="frequency_penalty", aliases=("penalty_freq",),
+        0.0, "Taken from a token's logit for each time it is in the output. 0: off.", _OFF_AT_0, stage="logits",
+        none="off", request="frequency_penalty", aliases=("penalty_freq",),
     )  # fmt: skip
     logit_bias: Mapping[int, float] = defined(
-        {}, Biases(), "logits", "Added to tokens' logits; -inf forbids.", none="off",
-        option=("--logit-bias",), request="logit_bias",
-    )  # fmt: skip
+        {}, "Added to tokens' logits; -inf forbids.", Biases(), stage="logits", none="off", request="logit_bias"
+    )
     allowed_tokens: Sequence[int] | None = defined(
-        None, TokenIds(may_be_empty=False), "logits", "No other token is chosen.", none="value",
+        None, "No other token is chosen.", TokenIds(may_be_empty=False), stage="logits", option=None,
         request="allowed_token_ids", aliases=("whitelist",),
     )  # fmt: skip
     bad_words: Sequence[str | Sequence[int]] = defined(
-        (), Words(), "logits", "The output must not contain them.", none="off",
-        option=("--bad-word",), request="bad_words", config="bad_words_ids",
-        aliases=("banned_tokens", "banned_strings"),
+        (), "The output must not contain them.", Words(), stage="logits", none="off", option=("--bad-word",),
+        request="bad_words", config="bad_words_ids", aliases=("banned_tokens", "banned_strings"),
     )  # fmt: skip
-    rules: Sequence[Rule] = defined((), Rules(), "logits", "Changes of the logits, in order.", none="off")
+    rules: Sequence[Rule] = defined(
+        (), "Changes of the logits, in order.", Rules(), stage="logits", none="off", option=None
+    )
     seed: int | None = defined(
-        None, Integer(0, 2**64 - 1, "None draws one"), "noise",
-        "The same seed gives the same tokens. None draws one, which the result reports.",
-        none="value", option=("--seed",), request="seed", aliases=("random_seed", "generator"),
+        None, "The same seed gives the same tokens. None draws one, which the result reports.",
+        Integer(0, 2**64 - 1, "None draws one"), stage="noise", request="seed", aliases=("random_seed", "generator"),
     )  # fmt: skip
     max_tokens: int | None = defined(
-        256, Integer(1, _WHOLE, "None decodes to the end of the context"), "end",
-        "Most tokens to write. None: up to the model's context.", none="value", option=("--max-tokens", "-n"),
+        256, "Most tokens to write. None: up to the model's context.",
+        Integer(1, _WHOLE, "None decodes to the end of the context"), stage="end", option=("--max-tokens", "-n"),
         config="max_new_tokens", aliases=("max_completion_tokens", "max_gen_len", "n_predict", "num_predict"),
     )  # fmt: skip
     min_tokens: int = defined(
-        0, Integer(0, _WHOLE, "0 lets the answer end at once"), "end",
-        "This many tokens come before EOS, a stop id or a stop string can end the answer.", none="off",
-        option=("--min-tokens",), request="min_tokens", config="min_new_tokens",
+        0, "This many tokens come before EOS, a stop id or a stop string can end the answer.",
+        Integer(0, _WHOLE, "0 lets the answer end at once"), stage="end", none="off",
+        request="min_tokens", config="min_new_tokens",
     )  # fmt: skip
     stop: str | Sequence[str] = defined(
-        (), Texts(), "end", "The answer ends before these texts.", none="off", option=("--stop",),
+        (), "The answer ends before these texts.", Texts(), stage="end", none="off",
         request="stop", config="stop_strings", aliases=("stop_sequences", "stop_words"),
     )  # fmt: skip
     stop_ids: Sequence[int] = defined(
-        (), TokenIds(), "end", "The answer ends after these tokens, as it does after the model's own EOS.",
+        (), "The answer ends after these tokens, as it does after the model's own EOS.", TokenIds(), stage="end",
         none="off", option=("--stop-id",), request="stop_token_ids", aliases=("eos_token_id",),
     )  # fmt: skip
     include_stop: bool = defined(
-        False, Flag(), "text", "What stopped the answer, a text or a token, stays in its text.",
-        option=("--include-stop",), request="include_stop_str_in_output", aliases=("no_stop_trim",),
+        False, "What stopped the answer, a text or a token, stays in its text.", stage="text",
+        request="include_stop_str_in_output", aliases=("no_stop_trim",),
     )  # fmt: skip
-    ignore_eos: bool = defined(
-        False, Flag(), "end", "The model's EOS does not end the answer.",
-        option=("--ignore-eos",), request="ignore_eos",
-    )  # fmt: skip
+    ignore_eos: bool = defined(False, "The model's EOS does not end the answer.", stage="end", request="ignore_eos")
     skip_special_tokens: bool = defined(
-        True, Flag(), "text", "Special tokens leave no text (--keep-special shows them).",
-        option=("--keep-special",), request="skip_special_tokens", aliases=("skip_special",),
+        True, "Special tokens leave no text (--keep-special shows them).", stage="text", option=("--keep-special",),
+        request="skip_special_tokens", aliases=("skip_special",),
     )  # fmt: skip
     n: int = defined(
-        1, Integer(1, 1024, "it is the number of samples"), "answer", "How many samples are drawn.",
+        1, "How many samples are drawn.", Integer(1, 1024, "it is the number of samples"), stage="answer", option=None,
         request="n", config="num_return_sequences", aliases=("best_of", "num_samples"),
     )  # fmt: skip
-    logprobs: bool = defined(False, Flag(), "answer", "Each token's log-probability, before rules and temperature.")
-    top_logprobs: int = defined(0, _TOP, "answer", "So many alternatives for each token; implies logprobs.")
+    logprobs: bool = defined(
+        False, "Each token's log-probability, before rules and temperature.", stage="answer", option=None
+    )
+    top_logprobs: int = defined(
+        0, "So many alternatives for each token; implies logprobs.", _TOP, stage="answer", option=None
+    )
     prompt_logprobs: int | None = defined(
-        None, _TOP, "answer", "The same of the prompt's tokens. 0: they alone. None: off.", none="value"
+        None, "The same of the prompt's tokens. 0: they alone. None: off.", _TOP, stage="answer", option=None
     )
 
     def __post_init__(self) -> None:
         self._refuse_misunderstandings()
-        for name, parameter in PARAMETERS.items():
-            object.__setattr__(self, name, parameter.checked(getattr(self, name)))
+        check(self)
         if 0 < self.temperature < MIN_TEMPERATURE:
             given = Argument("temperature", self.temperature)
             raise ParameterError(given, " is too close to 0 to divide by: use 0 (greedy) or at least 0.001")

@@ -15,15 +15,15 @@ from outpace.cli import app
 from outpace.cli.command import Command, Group, UsageError
 from outpace.cli.options import Common
 from outpace.common.installing import install
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, defined, option
 from outpace.errors import ParameterError
 from outpace.params import PARAMETERS
 
 
 @dataclass(frozen=True)
 class Shared:
-    seed: Annotated[int | None, option("--seed", "-s", help="Drawn.")] = None
-    loud: Annotated[bool, option("--loud", "-l", help="100 % loud.")] = False
+    seed: int | None = defined(None, "Drawn.", option=("--seed", "-s"))
+    loud: bool = defined(False, "100 % loud.", option=("--loud", "-l"))
 
 
 SEEN: dict[str, Any] = {}
@@ -31,12 +31,12 @@ SEEN: dict[str, Any] = {}
 
 def some(
     shared: Shared,
-    out: Annotated[Path, option("--out", help="A file.")],
-    text: Annotated[str | None, argument(help="Words.")] = None,
-    word: Annotated[list[str] | None, option("--word", help="Repeatable.")] = None,
-    share: Annotated[float, option("--share", help="A share.")] = 0.5,
-    wide: Annotated[bool, option("--wide", help="On by default.")] = True,
-    even: Annotated[int, option("--even", parser=lambda text: _even(text), help="An even number.")] = 2,
+    out: Annotated[Path, option("A file.")],
+    text: Annotated[str | None, argument("Words.")] = None,
+    word: Annotated[list[str] | None, option("Repeatable.")] = None,
+    share: Annotated[float, option("A share.")] = 0.5,
+    wide: Annotated[bool, option("On by default.")] = True,
+    even: Annotated[int, option("An even number.", parser=lambda text: _even(text))] = 2,
 ) -> int:
     """Do something. And more.
 
@@ -147,7 +147,7 @@ def test_every_parameter_with_an_option_is_one_of_generates(capsys: pytest.Captu
         app.parse(["generate", "--help"])
     text = capsys.readouterr().out
     for parameter in PARAMETERS.values():
-        assert all(f"{name}" in text for name in parameter.option)
+        assert all(f"{name}" in text for name in parameter.option or ())
 
 
 def test_a_command_line_is_read_without_heavy_imports() -> None:
@@ -173,7 +173,7 @@ def test_any_file_takes_json(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "o").mkdir()
 
-    def write(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+    def write(common: Common, prompt: Annotated[str | None, argument("A prompt.")] = None) -> int:
         assert prompt == "hi"
         assert not common.emit({})
         return 0
@@ -193,7 +193,7 @@ def test_a_prompt_is_no_file_and_no_option(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Hello").write_text("precious")
 
-    def show(common: Common, prompt: Annotated[str | None, argument(help="A prompt.")] = None) -> int:
+    def show(common: Common, prompt: Annotated[str | None, argument("A prompt.")] = None) -> int:
         print(prompt)
         return 0
 

@@ -22,7 +22,6 @@ from outpace.cli import main as cli
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command
 from outpace.common.habits import HOMES
-from outpace.common.option import spelling_of
 from outpace.drafters.catalogue import COMMON, METHODS
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.intake import EngineOptions
@@ -103,7 +102,7 @@ COMMANDS = {
 
 def options(entry: Command) -> set[str]:
     """Names of a command's options, also those without which a flag is turned off."""
-    found = {name for _, hint, _ in entry.options() for name in spelling_of(hint)[1].names}  # type: ignore[union-attr]
+    found = {name for each in entry.options() for name in each.option or ()}
     return found | {"--help", "-h"} | {name.replace("--", "--no-", 1) for name in found if name.startswith("--")}
 
 
@@ -153,7 +152,7 @@ def test_commands_functions_and_pages_in_messages_are_there() -> None:
 def test_arguments_in_messages_are_taken_and_so_are_their_values() -> None:
     """By a public call, or by a command: somebody can give it."""
     taken = {name for names in HOMES.values() for name in names} | set(SamplingParams.__dataclass_fields__)
-    taken |= {field for entry in COMMANDS.values() for field, _, _ in entry.options()}
+    taken |= {each.name for entry in COMMANDS.values() for each in entry.options()}
     taken |= set(re.findall(r"^    (\w+):", "".join(p.read_text() for p in SOURCE.glob("server/api/*.py")), re.M))
     here = {
         name: set(re.findall(r"\b\w+(?=\s*[:=])", (SOURCE / name).read_text(encoding="utf-8")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, SIZE, Common, Load
 from outpace.cli.terminal import table
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
@@ -27,20 +27,18 @@ def run(
     common: Common,
     prompts: Annotated[Path, PROMPTS],
     drafter: Annotated[
-        list[str] | None,
-        option("--drafter", "-d", help="Repeatable: the first is compared with. Default: none, then auto."),
+        list[str] | None, option("Repeatable: the first is compared with. Default: none, then auto.", "--drafter", "-d")
     ] = None,
     size: Annotated[Any, SIZE] = None,
     acceptance: Annotated[str, ACCEPTANCE] = "coupled",
     limit: Annotated[int | None, LIMIT] = None,
-    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 512,
-    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, option("--seed", help="The same for every prompt and configuration.")] = 0,
-    concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 1,
-    all_turns: Annotated[bool, option("--all-turns", help="Run whole conversations, not only first turns.")] = False,
+    max_tokens: Annotated[int, option("Most tokens an answer.", "--max-tokens", "-n")] = 512,
+    temperature: Annotated[float, option("0 is greedy.", "--temperature", "-T")] = 0.0,
+    seed: Annotated[int, option("The same for every prompt and configuration.")] = 0,
+    concurrency: Annotated[int, option("Prompts that run together.")] = 1,
+    all_turns: Annotated[bool, option("Run whole conversations, not only first turns.")] = False,
     plot: Annotated[
-        Path | None,
-        option("--plot", metavar="FILE", help="Draw speeds by category and acceptance by position: a .png or .svg."),
+        Path | None, option("Draw speeds by category and acceptance by position: a .png or .svg.", metavar="FILE")
     ] = None,
 ) -> int:
     """Run every prompt under every configuration in turn, and compare speeds and tokens."""

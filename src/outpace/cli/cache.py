@@ -6,17 +6,14 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import option
+from outpace.common.parameter import option
 
 
 def run(
     common: Common,
-    clear: Annotated[
-        bool, option("--clear", help="Delete all packed weights; models that are running keep theirs.")
-    ] = False,
+    clear: Annotated[bool, option("Delete all packed weights; models that are running keep theirs.")] = False,
     remove: Annotated[
-        list[str] | None,
-        option("--remove", metavar="NAME", help="Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable."),
+        list[str] | None, option("Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable.", metavar="NAME")
     ] = None,
 ) -> int:
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,

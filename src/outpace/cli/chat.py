@@ -17,7 +17,7 @@ from outpace.cli.options import SYSTEM, Common, Draft, Load, Unbounded, system_m
 from outpace.cli.summary import cautions
 from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing, reading_text
 from outpace.common.files import cache_dir, write_json
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def run(
     common: Common,
     system: Annotated[str | None, SYSTEM] = None,
     more_drafter: Annotated[
-        list[str] | None,
-        option("--more-drafter", group="drafting", help="A drafter that /drafter may choose. Repeatable."),
+        list[str] | None, option("A drafter that /drafter may choose. Repeatable.", group="drafting")
     ] = None,
 ) -> int:
     """Talk to a model. /help lists what else can be typed, Ctrl-C stops an answer. --json prints a JSON line a turn."""

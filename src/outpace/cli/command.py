@@ -1,7 +1,7 @@
 """How a function becomes a command: argparse reads options that the parameters' annotations define.
 
 A command is a function whose parameters are annotated with ``option`` or ``argument``; a parameter whose type is a
-dataclass stands for that dataclass's fields. Importing this must stay quick: a person waits for the first token.
+dataclass stands for its fields, each ``defined``. Importing this must stay quick: a person waits for the first token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from outpace.common.habits import OTHER_OPTIONS, SAME_OPTIONS
-from outpace.common.option import spelling_of
+from outpace.common.parameter import REQUIRED, Parameter, annotated, definitions
 from outpace.errors import Argument
 
 
@@ -46,22 +45,24 @@ class Command:
     def about(self) -> str:
         return inspect.cleandoc(self.function.__doc__ or "")
 
-    def options(self) -> Iterator[tuple[str, Any, Any]]:
-        """The name, annotation and default (``inspect.Parameter.empty``: required) of each option and argument."""
+    def parts(self) -> Iterator[tuple[str, Any, Mapping[str, Parameter]]]:
+        """Of each parameter of the function its name, its type, and the options and arguments that it stands for."""
         hints = get_type_hints(self.function, include_extras=True)
         for name, parameter in inspect.signature(self.function).parameters.items():
-            yield from _fields(name, hints[name], parameter.default)
+            kind: Any = hints[name]
+            if is_dataclass(hints[name]):
+                yield name, kind, {n: each for n, each in definitions(kind).items() if each.option is not None}
+            else:
+                yield name, kind, {name: annotated(name, kind, parameter.default)}
 
-    @staticmethod
-    def _group(hints: Mapping[str, Any], field: str) -> str:
-        """The heading of the dataclass whose field it is."""
-        kinds = (kind for kind in hints.values() if is_dataclass(kind) and field in {f.name for f in fields(kind)})
-        return getattr(next(kinds, None), "GROUP", "")
+    def options(self) -> list[Parameter]:
+        """All options and arguments."""
+        return [each for _, _, parameters in self.parts() for each in parameters.values()]
 
     def spell(self, argument: Argument) -> str:
         """An argument as this command spells it: ``max_tokens=0`` is ``--max-tokens 0``. What is no option stays."""
-        names = {field: spelling_of(hint)[1].names for field, hint, _ in self.options()}  # type: ignore[union-attr]
-        option = next((name for name in names.get(argument.name, ()) if name.startswith("--")), None)
+        names = next((each.option or () for each in self.options() if each.name == argument.name), ())
+        option = next((name for name in names if name.startswith("--")), None)
         if option is None and argument.name == "raw":  # another command does it
             return "outpace generate --raw"
         if option is None or argument.value is False or argument.value is None:
@@ -77,18 +78,14 @@ class Command:
 
     def parse(self, program: str, arguments: Sequence[str]) -> Callable[[], int]:
         """The call that ``arguments`` ask for. Raises UsageError, or SystemExit after ``--help``."""
-        hints = get_type_hints(self.function, include_extras=True)
-        signature = inspect.signature(self.function).parameters
         parser = Parser(f"{program} {self.name}", self.about, self.example)
-        for field, hint, default in sorted(self.options(), key=lambda each: each[2] is not inspect.Parameter.empty):
-            parser.add(field, hint, default, self._group(hints, field))
+        for parameter in sorted(self.options(), key=lambda each: each.default is not REQUIRED):
+            parser.add(parameter)
         given = vars(parser.read(arguments))
         verbose = bool(given.get("verbose"))
         call = {
-            name: hints[name](**{f.name: given[f.name] for f in fields(hints[name])})
-            if is_dataclass(hints[name])
-            else given[name]
-            for name in signature
+            name: kind(**{n: given[n] for n in parameters}) if isinstance(kind, type) else given[name]
+            for name, kind, parameters in self.parts()
         }
 
         def run() -> int:
@@ -184,16 +181,6 @@ def _meant(name: str, known: Collection[str]) -> str:
     return f": did you mean {near[close[0]]}?" if close else ""
 
 
-def _fields(name: str, hint: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The name, annotation and default of each option that a parameter stands for."""
-    if not is_dataclass(hint):
-        yield name, hint, default
-        return
-    own = get_type_hints(hint, include_extras=True)
-    for field in fields(hint):
-        yield field.name, own[field.name], inspect.Parameter.empty if field.default is MISSING else field.default
-
-
 class _Help(argparse.HelpFormatter):
     """Help with paragraphs and indented lines kept, and an option's short name before its long one."""
 
@@ -222,7 +209,7 @@ _HEADINGS = (
 
 
 class Parser:
-    """argparse, filled from annotations."""
+    """argparse, filled from definitions."""
 
     def __init__(self, program: str, about: str, example: str) -> None:
         self._parser = _Arguments(program, description=about, formatter_class=_Help, allow_abbrev=False)
@@ -232,40 +219,38 @@ class Parser:
         self._listings: list[tuple[str, Callable[[], Iterable[tuple[str, str]]]]] = []
         self._bare: dict[str, str] = {}
 
-    def add(self, name: str, hint: Any, default: Any, group: str = "") -> None:
-        """A parameter annotated with ``Annotated[type, Spelling]``, shown under the heading ``group``."""
-        kind, spelling = spelling_of(hint)
-        assert spelling is not None, f"{name} is annotated with neither option nor argument"
-        if get_origin(kind) is UnionType:
-            (kind,) = (each for each in get_args(kind) if each is not NoneType)
-        many, required = get_origin(kind) is list, default is inspect.Parameter.empty
-        kind = get_args(kind)[0] if many else kind
-        shown: dict[str, Any] = {"help": spelling.help.replace("%", "%%")}
-        parse = spelling.parser or _NUMBERS.get(kind)
-        group = group if spelling.group is None else spelling.group
-        into = self._groups["" if required else group]
+    def add(self, parameter: Parameter) -> None:
+        """An option or an argument."""
+        kind, default, names = parameter.kind, parameter.default, parameter.option
+        many, required = get_origin(kind) in (list, tuple), default is REQUIRED
+        kind = get_args(kind)[0] if many else str if get_origin(kind) is Literal else kind
+        default = None if required or callable(default) else default
+        shown: dict[str, Any] = {"help": parameter.meaning.replace("%", "%%")}
+        parse = parameter.parser or _NUMBERS.get(kind)
+        into = self._groups["" if required else parameter.group or ""]
         if kind is bool:  # one that is on by default has --no-NAME, too
             flag: Any = argparse.BooleanOptionalAction if default is True else "store_true"
-            into.add_argument(*spelling.names, action=flag, default=default, dest=name, **shown)
-        elif not spelling.names:
+            into.add_argument(*names or (), action=flag, default=default, dest=parameter.name, **shown)
+        elif not names:
             count = "+" if many else None if required else "?"
-            shown["metavar"] = spelling.metavar or name.upper()
-            self._parser.add_argument(name, type=kind, nargs=count, default=None if required else default, **shown)
+            shown["metavar"] = parameter.metavar or parameter.name.upper()
+            self._parser.add_argument(parameter.name, type=kind, nargs=count, default=default, **shown)
         else:
-            shown |= {"metavar": spelling.metavar or _METAVARS.get(kind, "TEXT"), "dest": name, "required": required}
-            if not required and default not in (None, "", ()) and "efault:" not in shown["help"]:
+            shown |= {"metavar": parameter.metavar or _METAVARS.get(kind, "TEXT"), "required": required}
+            if default not in (None, "", ()) and "efault:" not in shown["help"]:
                 shown["help"] += f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
             into.add_argument(
-                *spelling.names,
+                *names,
+                dest=parameter.name,
                 type=_typed(parse) if parse is not None else kind,
                 action="append" if many else "store",
-                default=None if required else default,
+                default=default or None if many else default,
                 **shown,
             )
-        if spelling.listing is not None:
-            self._listings.append(spelling.listing)
-        if spelling.bare is not None:
-            self._bare |= dict.fromkeys(spelling.names, spelling.bare)
+        if parameter.listing is not None:
+            self._listings.append(parameter.listing)
+        if parameter.bare is not None:
+            self._bare |= dict.fromkeys(names or (), parameter.bare)
 
     def _ours(self, arguments: Sequence[str]) -> Iterator[str]:
         """``arguments``, options of other tools that mean the same replaced. Raises UsageError for their others, with

@@ -9,20 +9,18 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import LIMIT, PROMPTS, Load
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
 
 def build(
     load: Load,
-    out: Annotated[Path, argument(help="The folder to make.")],
-    corpus: Annotated[
-        list[Path], option("--corpus", help="Text, or JSON lines with token_ids, text or turns. Repeatable.")
-    ],
-    add: Annotated[bool, option("--add", help="Add to a datastore that is there.")] = False,
+    out: Annotated[Path, argument("The folder to make.")],
+    corpus: Annotated[list[Path], option("Text, or JSON lines with token_ids, text or turns. Repeatable.")],
+    add: Annotated[bool, option("Add to a datastore that is there.")] = False,
     segment: Annotated[
-        int, option("--segment-tokens", help="Tokens indexed at once; memory is about 40 bytes each.")
+        int, option("Tokens indexed at once; memory is about 40 bytes each.", "--segment-tokens")
     ] = 4_000_000,
 ) -> int:
     """Index files for --drafter retrieval:OUT, with the model's tokenizer. A corpus may be larger than memory."""
@@ -56,11 +54,11 @@ def build(
 
 def answers(
     load: Load,
-    out: Annotated[Path, argument(help="JSON lines to write, or to go on with.")],
+    out: Annotated[Path, argument("JSON lines to write, or to go on with.")],
     prompts: Annotated[Path, PROMPTS],
     limit: Annotated[int | None, LIMIT] = None,
-    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 200,
-    concurrency: Annotated[int, option("--concurrency", help="Prompts that run together.")] = 16,
+    max_tokens: Annotated[int, option("Most tokens an answer.", "--max-tokens", "-n")] = 200,
+    concurrency: Annotated[int, option("Prompts that run together.")] = 16,
 ) -> int:
     """Let the model answer prompts, greedily: its own words are the best corpus to draft its words from."""
     from outpace.common.files import check_writable

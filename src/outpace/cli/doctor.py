@@ -12,7 +12,7 @@ from outpace import _fast
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.common.installing import install
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import OutpaceError
 from outpace.measure import machine
 
@@ -22,9 +22,7 @@ _PACKAGES = ("outpace", "numpy", "torch", "transformers", "tokenizers", "safeten
 def run(
     load: Load,
     common: Common,
-    measure: Annotated[
-        bool, option("--measure", help="Measure anew what a forward costs, on a machine that is idle now.")
-    ] = False,
+    measure: Annotated[bool, option("Measure anew what a forward costs, on a machine that is idle now.")] = False,
 ) -> int:
     """Show versions, CPU features, backends, memory, and what a model's forwards cost here by width."""
     found: dict[str, Any] = {

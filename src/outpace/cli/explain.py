@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 
 if TYPE_CHECKING:
     from outpace.measure.same import Target
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 def run(
     common: Common,
-    first: Annotated[Path, argument(metavar="A", help="A trace.")],
-    second: Annotated[Path, argument(metavar="B", help="The trace to compare it with.")],
-    model: Annotated[
-        str | None, option("--model", "-m", help="The target, where it is not the one that A names.")
-    ] = None,
+    first: Annotated[Path, argument("A trace.", metavar="A")],
+    second: Annotated[Path, argument("The trace to compare it with.", metavar="B")],
+    model: Annotated[str | None, option("The target, where it is not the one that A names.", "--model", "-m")] = None,
 ) -> int:
     """Find the first difference of two runs and name its cause. Exit code 1 when they differ.
 

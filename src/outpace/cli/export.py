@@ -10,20 +10,18 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 
 def vllm(
     common: Common,
-    path: Annotated[Path, argument(help="The drafter: a folder with config.json and safetensors.")],
-    out: Annotated[Path | None, option("--out", help="The folder to make. Default: PATH-vllm.")] = None,
-    model: Annotated[str, option("--model", "-m", help="The target that it was trained beside.")] = "demo",
-    verifier: Annotated[
-        str | None, option("--verifier", help="The target as vLLM serves it: a folder or id. Default: --model.")
-    ] = None,
-    tokens: Annotated[int, option("--tokens", help="Tokens drafted a step (eagle).")] = 4,
-    dtype: Annotated[str, option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    path: Annotated[Path, argument("The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("The folder to make. Default: PATH-vllm.")] = None,
+    model: Annotated[str, option("The target that it was trained beside.", "--model", "-m")] = "demo",
+    verifier: Annotated[str | None, option("The target as vLLM serves it: a folder or id. Default: --model.")] = None,
+    tokens: Annotated[int, option("Tokens drafted a step (eagle).")] = 4,
+    dtype: Annotated[str, option("bfloat16, float16 or float32.")] = "bfloat16",
 ) -> int:
     """Write a drafter as vLLM and speculators read it, nothing left to the target, and print how to serve it."""
     from outpace.drafters.learned.checkpoint import read
@@ -53,8 +51,8 @@ def vllm(
 
 def q4(
     common: Common,
-    path: Annotated[Path, argument(help="The drafter: a folder with config.json and safetensors.")],
-    out: Annotated[Path | None, option("--out", help="The folder to make. Default: PATH-q4.")] = None,
+    path: Annotated[Path, argument("The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("The folder to make. Default: PATH-q4.")] = None,
 ) -> int:
     """Write a drafter with 4-bit weights, a third of its size; beside a target of 4 bits it drafts the same."""
     from outpace.drafters.learned.checkpoint import WEIGHTS, read, write

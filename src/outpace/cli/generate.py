@@ -14,7 +14,7 @@ from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.cli.summary import show_scores, summary
 from outpace.cli.terminal import reading_text
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -34,36 +34,29 @@ def run(
     sampling: Sampling,
     common: Common,
     prompt: Annotated[
-        str | None,
-        argument(help="What to answer. What is piped in comes before it; alone, or for -, it is the prompt."),
+        str | None, argument("What to answer. What is piped in comes before it; alone, or for -, it is the prompt.")
     ] = None,
     system: Annotated[str | None, SYSTEM] = None,
     compare: Annotated[
-        bool, option("--compare", help="Decode plainly, too: show both speeds, check that all tokens are the same.")
+        bool, option("Decode plainly, too: show both speeds, check that all tokens are the same.")
     ] = False,
     raw: Annotated[
-        bool, option("--raw", help="Give the model the text itself, without a chat template; it may spell <|im_end|>.")
+        bool, option("Give the model the text itself, without a chat template; it may spell <|im_end|>.")
     ] = False,
-    n: Annotated[int, option("--n", "--samples", group="sampling", help="How many samples to draw.")] = 1,
+    n: Annotated[int, option("How many samples to draw.", "--n", "--samples", group="sampling")] = 1,
     json_schema: Annotated[
-        Path | None,
-        option("--json-schema", metavar="FILE", group=_FORM, help="The answer is JSON that this schema describes."),
+        Path | None, option("The answer is JSON that this schema describes.", metavar="FILE", group=_FORM)
     ] = None,
-    json_object: Annotated[bool, option("--json-object", group=_FORM, help="The answer is a JSON object.")] = False,
+    json_object: Annotated[bool, option("The answer is a JSON object.", group=_FORM)] = False,
     regex: Annotated[
-        str | None,
-        option("--regex", metavar="PATTERN", group=_FORM, help="The answer is a text that this matches as a whole."),
+        str | None, option("The answer is a text that this matches as a whole.", metavar="PATTERN", group=_FORM)
     ] = None,
     logprobs: Annotated[
-        int | None,
-        option("--logprobs", group="output", help="Show every token's log-probability, with N alternatives."),
+        int | None, option("Show every token's log-probability, with N alternatives.", group="output")
     ] = None,
-    prompt_logprobs: Annotated[
-        int | None, option("--prompt-logprobs", group="output", help="The same of the prompt's tokens.")
-    ] = None,
+    prompt_logprobs: Annotated[int | None, option("The same of the prompt's tokens.", group="output")] = None,
     trace: Annotated[
-        Path | None,
-        option("--trace", metavar="FILE", group="output", help="Write every step to this file (outpace trace)."),
+        Path | None, option("Write every step to this file (outpace trace).", metavar="FILE", group="output")
     ] = None,
 ) -> int:
     """Answer a prompt."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from outpace.common.files import check_writable, write_json
-from outpace.common.option import option
-from outpace.common.parameter import Biases, Texts, TokenIds, Words
+from outpace.common.parameter import UNCHECKED, Biases, Texts, TokenIds, Words, defined, option
 from outpace.errors import Argument, ParameterError
+from outpace.models.options import LoadOptions
 from outpace.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
-    from outpace.models.options import LoadOptions
 
 T = TypeVar("T")
 
@@ -33,12 +32,11 @@ _STANDARD_OUTPUT = Path("-")
 class Common:
     GROUP: ClassVar[str] = "output"
 
-    json: Annotated[
-        Path | None,
-        option("--json", metavar="[FILE]", bare="-", group="", help="Print JSON, not text; or write it to FILE."),
-    ] = None
-    verbose: Annotated[bool, option("--verbose", "-v", help="Show what loading does, and the memory it takes.")] = False
-    debug: Annotated[bool, option("--debug", help="Show a traceback when something fails.")] = False
+    json: Path | None = defined(
+        None, "Print JSON, not text; or write it to FILE.", metavar="[FILE]", bare="-", group=""
+    )
+    verbose: bool = defined(False, "Show what loading does, and the memory it takes.", option=("--verbose", "-v"))
+    debug: bool = defined(False, "Show a traceback when something fails.")
 
     def __post_init__(self) -> None:
         if self.json is not None and not self.prints_json:
@@ -60,47 +58,18 @@ class Common:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(LoadOptions):
     """Which target to load, and how."""
 
     GROUP: ClassVar[str] = "loading the model"
 
-    model: Annotated[
-        str,
-        option(
-            "--model", "-m", group="",
-            help="demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file.",
-        ),
-    ] = "demo"  # fmt: skip
-    backend: Annotated[str, option("--backend", help="auto, native (C++ on the CPU) or transformers.")] = "auto"
-    dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, option("--device", help="auto, cpu or cuda.")] = "auto"
-    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores there are.")] = None
-    kv_memory: Annotated[
-        str | None, option("--kv-memory", metavar="SIZE", help="Bound of the KV cache, such as 2GiB.")
-    ] = None
-    kv_dtype: Annotated[str, option("--kv-dtype", help="Of keys and values: bfloat16 (auto), float32, int8.")] = "auto"
-    quantize: Annotated[
-        str | None, option("--quantize", help="int8 or int4: weights that are not quantised yet, native.")
-    ] = None
-    strict: Annotated[
-        bool, option("--strict", help="Transformers backend: same bits at any batch, width and chunking (slower).")
-    ] = False
-    prefix_rows: Annotated[
-        int | None,
-        option("--prefix-rows", metavar="N", help="Answers whose KV is kept for prompts that begin alike. 0: none."),
-    ] = None
-    max_length: Annotated[int | None, option("--max-length", help="Most positions of a row. Default: the model's.")] = (
-        None
+    model: str = defined(
+        "demo", "demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file.",
+        option=("--model", "-m"), group="",
+    )  # fmt: skip
+    prefix_rows: int | None = defined(
+        None, "Answers whose KV is kept for prompts that begin alike. 0: none.", metavar="N"
     )
-    revision: Annotated[str | None, option("--revision", help="Branch, tag or commit on Hugging Face.")] = None
-    offline: Annotated[bool | None, option("--offline", help="Download nothing: what is in the cache must do.")] = None
-    trust_remote_code: Annotated[bool, option("--trust-remote-code", help="Run code that comes with the model.")] = (
-        False
-    )
-    allow_pickle: Annotated[
-        bool, option("--allow-pickle", help="Read weights that are not safetensors; they can run code.")
-    ] = False
 
     def engines(self, drafters: Sequence[str], more: Sequence[str] = (), **options: Any) -> list[Engine]:
         """Load the target once, and an engine a drafter over it. ``more``: drafters that requests may choose."""
@@ -119,16 +88,8 @@ class Load:
         return self.engines([drafter], more, **options)[0]
 
     def load_options(self) -> LoadOptions:
-        """Raises ParameterError."""
-        from outpace.common.units import parse_bytes
-        from outpace.models.options import LoadOptions
-
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "prefix_rows")}
-        if self.offline is None:
-            del own["offline"]  # HF_HUB_OFFLINE says
-        if self.kv_memory is not None:
-            own["kv_memory"] = parse_bytes(self.kv_memory)
-        return LoadOptions(**own)
+        """Those of them that are not of the engine."""
+        return LoadOptions(**{f.name: getattr(self, f.name) for f in fields(LoadOptions)})
 
 
 def size_of(text: str) -> int | str:
@@ -138,13 +99,11 @@ def size_of(text: str) -> int | str:
         raise ValueError(f"{text!r}: give auto (what pays), or a number of tokens (0 decodes plainly)") from None
 
 
-SIZE = option("--size", "-s", parser=size_of, metavar="N|auto", help="Tokens drafted a step. Default: auto, what pays.")
-PROMPTS = option(
-    "--prompts", help="JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line."
-)
-LIMIT = option("--limit", help="So many rows, spread evenly over the file.")
-SYSTEM = option("--system", metavar="TEXT", help="A system message before the conversation.")
-ACCEPTANCE = option("--acceptance", help="coupled (same tokens), rejection (same distribution).")
+SIZE = option("Tokens drafted a step. Default: auto, what pays.", "--size", "-s", parser=size_of, metavar="N|auto")
+PROMPTS = option("JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line.")
+LIMIT = option("So many rows, spread evenly over the file.")
+SYSTEM = option("A system message before the conversation.", metavar="TEXT")
+ACCEPTANCE = option("coupled (same tokens), rejection (same distribution).")
 
 
 def _drafters() -> list[tuple[str, str]]:
@@ -154,7 +113,7 @@ def _drafters() -> list[tuple[str, str]]:
 
 
 _DRAFTER = option(
-    "--drafter", "-d", group="", help="What drafts, from the list below; + joins several.",
+    "What drafts, from the list below; + joins several.", "--drafter", "-d", group="",
     listing=("drafters (their options: docs/drafters.md)", _drafters),
 )  # fmt: skip
 
@@ -165,16 +124,16 @@ class Draft:
 
     GROUP: ClassVar[str] = "drafting"
 
-    drafter: Annotated[str, _DRAFTER] = "auto"
-    size: Annotated[Any, SIZE] = None
-    acceptance: Annotated[str, ACCEPTANCE] = "coupled"
+    drafter: str = defined("auto", _DRAFTER)
+    size: Any = defined(None, SIZE)
+    acceptance: str = defined("coupled", ACCEPTANCE)
 
 
 _LISTS: dict[type, tuple[Any, str]] = {  # an option that may be repeated, and how help names one of its values
-    TokenIds: (list[int] | None, "ID"),
-    Texts: (list[str] | None, "TEXT"),
-    Words: (list[str] | None, "TEXT"),
-    Biases: (list[str] | None, "ID=BIAS"),
+    TokenIds: (list[int], "ID"),
+    Texts: (list[str], "TEXT"),
+    Words: (list[str], "TEXT"),
+    Biases: (list[str], "ID=BIAS"),
 }
 _OPTIONS = {name: parameter for name, parameter in PARAMETERS.items() if parameter.option}
 _USUAL = ("temperature", "max_tokens")
@@ -194,19 +153,18 @@ def integer_or_none(text: str) -> int | None:
 def _by_parameters(cls: type[T]) -> type[T]:
     """A dataclass with a field, an option, for each parameter that has one."""
     for name, parameter in _OPTIONS.items():
-        kind, default, text, metavar = parameter.values.json, parameter.default, parameter.meaning, None
+        kind, default = parameter.kind, parameter.default
+        group = "" if name in _USUAL else "end of the answer" if parameter.stage in _ENDS else None
+        own = replace(parameter, values=UNCHECKED, group=group)
         if type(parameter.values) in _LISTS:
             kind, metavar = _LISTS[type(parameter.values)]
-            text, default = f"{text} Repeatable.", None
+            default, own = None, replace(own, metavar=metavar, meaning=f"{parameter.meaning} Repeatable.")
         elif kind is bool:
             default = False  # the option changes the parameter's own default
-        elif parameter.none == "value":
-            kind = kind | None
-        group = "" if name in _USUAL else "end of the answer" if parameter.stage in _ENDS else None
-        parser = integer_or_none if kind == int | None else None
-        spelling = option(*parameter.option, help=text, metavar=metavar, group=group, parser=parser)
-        cls.__annotations__[name] = Annotated[kind, spelling]
-        setattr(cls, name, default)
+        elif kind is int and parameter.none == "value":
+            own = replace(own, parser=integer_or_none)
+        cls.__annotations__[name] = kind
+        setattr(cls, name, defined(default, own))
     return dataclass(frozen=True)(cls)
 
 
@@ -230,13 +188,10 @@ class Sampling:
 class Unbounded(Sampling):
     """Of answers that end where the model ends them."""
 
-    max_tokens: Annotated[
-        int | None,
-        option(
-            "--max-tokens", "-n", group="", parser=integer_or_none,
-            help="Most tokens an answer. Default: until the model ends it, or the context is full.",
-        ),
-    ] = None  # fmt: skip
+    max_tokens: int | None = defined(
+        None, "Most tokens an answer. Default: until the model ends it, or the context is full.",
+        option=("--max-tokens", "-n"), group="", parser=integer_or_none,
+    )  # fmt: skip
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -11,7 +11,7 @@ from outpace.cli.bench import end, measured
 from outpace.cli.command import Command
 from outpace.cli.options import PROMPTS, Common, Load
 from outpace.cli.terminal import table
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -31,37 +31,26 @@ def run(
     common: Common,
     prompts: Annotated[Path, PROMPTS],
     drafter: Annotated[
-        list[str] | None, option("--drafter", "-d", help=f"Repeatable. Default: {', '.join(_DRAFTERS)}.")
+        list[str] | None, option(f"Repeatable. Default: {', '.join(_DRAFTERS)}.", "--drafter", "-d")
     ] = None,
     limit: Annotated[
-        int | None, option("--limit", help="So many rows, spread evenly over the file. Default: 6, or more readers.")
+        int | None, option("So many rows, spread evenly over the file. Default: 6, or more readers.")
     ] = None,
-    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 128,
-    temperature: Annotated[float, option("--temperature", "-T", help="0 is greedy.")] = 0.0,
-    readers: Annotated[int, option("--readers", help="Answers that are decoded at once.")] = 1,
-    cores: Annotated[
-        int | None, option("--cores", group=_MACHINE, help="Predict for so many cores of this kind.")
-    ] = None,
+    max_tokens: Annotated[int, option("Most tokens an answer.", "--max-tokens", "-n")] = 128,
+    temperature: Annotated[float, option("0 is greedy.", "--temperature", "-T")] = 0.0,
+    readers: Annotated[int, option("Answers that are decoded at once.")] = 1,
+    cores: Annotated[int | None, option("Predict for so many cores of this kind.", group=_MACHINE)] = None,
     bandwidth: Annotated[
-        float | None,
-        option("--bandwidth", group=_MACHINE, metavar="GB/s", help="Predict for memory that is read so fast."),
+        float | None, option("Predict for memory that is read so fast.", group=_MACHINE, metavar="GB/s")
     ] = None,
-    card: Annotated[
-        str | None, option("--card", group=_MACHINE, help="Predict for a card: A100, H100, H200, L4 or L40S.")
-    ] = None,
-    measure: Annotated[
-        bool, option("--measure", group=_RUN, help="Run the best three, and say how good the predictions were.")
-    ] = False,
-    every: Annotated[
-        bool, option("--every", group=_RUN, help="With --measure: run every drafter, each in its best size.")
-    ] = False,
+    card: Annotated[str | None, option("Predict for a card: A100, H100, H200, L4 or L40S.", group=_MACHINE)] = None,
+    measure: Annotated[bool, option("Run the best three, and say how good the predictions were.", group=_RUN)] = False,
+    every: Annotated[bool, option("With --measure: run every drafter, each in its best size.", group=_RUN)] = False,
     price: Annotated[
         float | None,
-        option("--price-per-hour", metavar="X", group="output", help="Of the machine: gives the price of tokens."),
+        option("Of the machine: gives the price of tokens.", "--price-per-hour", metavar="X", group="output"),
     ] = None,
-    html: Annotated[
-        Path | None, option("--html", metavar="FILE", group="output", help="Write a page with a chart, too.")
-    ] = None,
+    html: Annotated[Path | None, option("Write a page with a chart, too.", metavar="FILE", group="output")] = None,
 ) -> int:
     """Predict how fast each drafter is on your prompts from one plain pass over them, and which size of drafts pays."""
     from outpace.common.files import check_writable

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.errors import ParameterError
 
 _COUNTS = "Decode speed of one answer, tokens/s: each engine at its fastest"
@@ -16,20 +16,14 @@ _COUNTS = "Decode speed of one answer, tokens/s: each engine at its fastest"
 def run(
     common: Common,
     results: Annotated[
-        list[Path], argument(help="What peers, serving, invariance, prove, scores or bench wrote with --json.")
+        list[Path], argument("What peers, serving, invariance, prove, scores or bench wrote with --json.")
     ],
-    out: Annotated[Path, option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, option("The page to write.", "--out", "-o")] = Path("report.html"),
     chart: Annotated[
         Path | None,
-        option(
-            "--chart",
-            metavar="NAME",
-            help="Draw what peers measured, each at its fastest: NAME-light.svg, NAME-dark.svg.",
-        ),
+        option("Draw what peers measured, each at its fastest: NAME-light.svg, NAME-dark.svg.", metavar="NAME"),
     ] = None,
-    keep: Annotated[
-        Path | None, option("--keep", metavar="FOLDER", help="Copy the results there without single answers.")
-    ] = None,
+    keep: Annotated[Path | None, option("Copy the results there without single answers.", metavar="FOLDER")] = None,
 ) -> int:
     """Write one HTML page from benchmarks' results: figures, machines side by side, versions and commands."""
     from outpace.common.files import check_writable, write_bytes, write_json

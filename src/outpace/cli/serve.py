@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +14,9 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load
 from outpace.common.installing import install
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import Argument, MissingExtraError, ParameterError
+from outpace.server.settings import ServerSettings
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 _KEYS = "OUTPACE_API_KEYS"
@@ -24,74 +26,30 @@ def run(
     load: Load,
     draft: Draft,
     common: Common,
-    host: Annotated[str, option("--host", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, option("--port", "-p", help="Port to listen at. 0: any that is free.")] = 8000,
-    more_drafter: Annotated[
-        list[str] | None, option("--more-drafter", help="A drafter that requests may choose. Repeatable.")
-    ] = None,
+    *,
+    max_rows: Annotated[int, option("Answers that are written at once.", group="limits")] = 16,
+    settings: ServerSettings,
+    more_drafter: Annotated[list[str] | None, option("A drafter that requests may choose. Repeatable.")] = None,
     also: Annotated[
-        list[str] | None,
-        option("--also", metavar="MODEL", help="Another model, loaded when it is asked for. Repeatable."),
+        list[str] | None, option("Another model, loaded when it is asked for. Repeatable.", metavar="MODEL")
     ] = None,
     model_memory: Annotated[
-        str | None,
-        option(
-            "--model-memory", metavar="SIZE", group="limits", help="With --also: of all loaded models, such as 8GiB."
-        ),
+        str | None, option("With --also: of all loaded models, such as 8GiB.", metavar="SIZE", group="limits")
     ] = None,
-    served_name: Annotated[str | None, option("--served-name", help="What requests call the model.")] = None,
-    api_key_file: Annotated[
-        Path | None, option("--api-key-file", help=f"Keys, one a line; also from {_KEYS}, between commas.")
-    ] = None,
-    max_rows: Annotated[int, option("--max-rows", group="limits", help="Answers that are written at once.")] = 16,
-    queue: Annotated[
-        int, option("--queue", group="limits", help="Answers that may wait beyond those; then it is 429.")
-    ] = 256,
+    served_name: Annotated[str | None, option("What requests call the model.")] = None,
+    api_key_file: Annotated[Path | None, option(f"Keys, one a line; also from {_KEYS}, between commas.")] = None,
     prefill_delay: Annotated[
-        float, option("--prefill-delay", group="limits", help="Seconds by which prompts may hold up answers in a step.")
+        float, option("Seconds by which prompts may hold up answers in a step.", group="limits")
     ] = 0.05,
     step_stretch: Annotated[
-        float,
-        option("--step-stretch", group="limits", help="Longest step that drafts in a batch may make, in plain steps."),
+        float, option("Longest step that drafts in a batch may make, in plain steps.", group="limits")
     ] = 2.0,
-    request_timeout: Annotated[
-        float | None,
-        option("--request-timeout", group="limits", help="Seconds of an answer, after which it ends as it is."),
-    ] = None,
-    drain: Annotated[
-        float, option("--drain", group="limits", help="Seconds that running requests have when it stops.")
-    ] = 30.0,
-    max_body: Annotated[int, option("--max-body", group="limits", help="Bytes of a request.")] = 8 << 20,
-    max_n: Annotated[int, option("--max-n", group="limits", help="Answers to one prompt.")] = 128,
-    max_logprobs: Annotated[int, option("--max-logprobs", group="limits", help="Alternatives a token.")] = 20,
-    max_values: Annotated[int, option("--max-values", group="limits", help="Values in a request's JSON.")] = 1 << 17,
-    max_connections: Annotated[int, option("--max-connections", group="limits", help="Connections at once.")] = 1024,
-    max_connections_each: Annotated[
-        int, option("--max-connections-each", group="limits", help="Connections of one address; a proxy is one.")
-    ] = 512,
-    traces: Annotated[
-        int, option("--traces", group="output", help="Keep every step of so many last answers, for the page.")
-    ] = 0,
-    log_format: Annotated[
-        str, option("--log-format", group="output", help="text, or json: one object a line.")
-    ] = "text",
-    otel: Annotated[
-        bool, option("--otel", group="output", help="OpenTelemetry spans, as its environment variables say.")
-    ] = False,
-    cors: Annotated[
-        list[str] | None, option("--cors", metavar="ORIGIN", help="Pages of this origin may ask. Repeatable.")
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        option("--allow-host", metavar="NAME", help="Also a name of this server, as a proxy calls it. Repeatable."),
-    ] = None,
-    control_tokens: Annotated[
-        bool, option("--control-tokens", help="Texts of chats may spell control tokens, such as <|im_end|>.")
-    ] = False,
+    log_format: Annotated[str, option("text, or json: one object a line.", group="output")] = "text",
+    otel: Annotated[bool, option("OpenTelemetry spans, as its environment variables say.", group="output")] = False,
     replicas: Annotated[
-        str | None, option("--replicas", metavar="N", help="So many servers behind one address; 1-4: as load asks.")
+        str | None, option("So many servers behind one address; 1-4: as load asks.", metavar="N")
     ] = None,
-    ray: Annotated[str | None, option("--ray", metavar="ADDRESS", help="Of the cluster on which they run.")] = None,
+    ray: Annotated[str | None, option("Of the cluster on which they run.", metavar="ADDRESS")] = None,
 ) -> int:
     """Serve a model with OpenAI's API."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
@@ -102,7 +60,6 @@ def run(
             Argument("json", str(common.json)), " is for figures, of which a server has none: leave it out"
         )
     from outpace.common.allocator import few_arenas
-    from outpace.server.settings import ServerSettings
 
     if model_memory is not None and not also:
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
@@ -112,15 +69,10 @@ def run(
         from outpace.integrations.ray.start import run as run_replicas
 
         return run_replicas(
-            sys.argv[2:], replicas or "1", ray, host=host, port=port, threads=load.threads, device=load.device,
-            max_rows=max_rows, max_body=max_body, drain=drain,
+            sys.argv[2:], replicas or "1", ray, host=settings.host, port=settings.port, threads=load.threads,
+            device=load.device, max_rows=max_rows, max_body=settings.max_body, drain=settings.drain,
         )  # fmt: skip
-    settings = ServerSettings(
-        host=host, port=port, api_keys=_keys(api_key_file), queue=queue, request_timeout=request_timeout, drain=drain,
-        max_body=max_body, max_n=max_n, max_logprobs=max_logprobs, traces=traces, cors=tuple(cors or ()),
-        max_values=max_values, max_connections=max_connections, max_connections_each=max_connections_each,
-        allow_hosts=tuple(allow_host or ()), control_tokens=control_tokens,
-    )  # fmt: skip
+    settings = replace(settings, api_keys=_keys(api_key_file))
     from outpace.server.engines.generation import Observer
     from outpace.server.observe.logs import RequestLog, configure
     from outpace.server.observe.metrics import Metrics

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from outpace.cli.command import Command, Group
 from outpace.cli.options import Common
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 
-FILE = argument(help="A trace, as outpace generate --trace wrote it.")
-MODEL = option("--model", "-m", help="The target, where it is not the one that the trace names.")
-THREADS = option("--threads", "-t", help="CPU threads. Default: as recorded, else the cores there are.")
+FILE = argument("A trace, as outpace generate --trace wrote it.")
+MODEL = option("The target, where it is not the one that the trace names.", "--model", "-m")
+THREADS = option("CPU threads. Default: as recorded, else the cores there are.", "--threads", "-t")
 
 
 def replay(
@@ -48,12 +48,8 @@ def replay(
 def view(
     common: Common,
     file: Annotated[Path, FILE],
-    beside: Annotated[
-        list[Path] | None, option("--beside", metavar="FILE", help="Another trace, side by side.")
-    ] = None,
-    out: Annotated[
-        Path | None, option("--out", "-o", help="The page to write. Default: beside FILE, with .html.")
-    ] = None,
+    beside: Annotated[list[Path] | None, option("Another trace, side by side.", metavar="FILE")] = None,
+    out: Annotated[Path | None, option("The page to write. Default: beside FILE, with .html.", "--out", "-o")] = None,
 ) -> int:
     """Write one HTML page that shows every step. It holds everything, and asks for nothing outside itself."""
     from outpace.common.files import check_writable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command
 from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
 from outpace.cli.summary import seed_of
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
@@ -29,13 +29,12 @@ def run(
     url: Annotated[
         str | None,
         option(
-            "--url",
-            help="An OpenAI-compatible server: alone against crowded, its speculation off and on. Its key is "
-            f"{_KEY}; --model names one that it serves, --drafter and what loads a model have no meaning.",
+            "An OpenAI-compatible server: alone against crowded, its speculation off and on. Its key is "
+            f"{_KEY}; --model names one that it serves, --drafter and what loads a model have no meaning."
         ),
     ] = None,
-    against: Annotated[str | None, option("--against", help="With --url: another server, compared with it.")] = None,
-    concurrency: Annotated[int, option("--concurrency", help="With --url: requests at once in a crowd.")] = 16,
+    against: Annotated[str | None, option("With --url: another server, compared with it.")] = None,
+    concurrency: Annotated[int, option("With --url: requests at once in a crowd.")] = 16,
 ) -> int:
     """Check that drafting, or a server, changes no token. Exit code 1 when one does: here more than by a near-tie."""
     from outpace.exact.noise import fresh_seed

@@ -27,10 +27,9 @@ HOMES: Mapping[str, tuple[str, ...]] = {  # who takes which keywords; written by
         "errors",
     ),
     "Engine.load": (
-        "model", "drafter", "drafters", "tokenizer", "backend", "dtype", "device", "threads", "max_length",
-        "kv_memory", "kv_dtype", "quantize", "strict", "revision", "trust_remote_code", "allow_pickle", "offline",
-        "size", "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch", "prefix_rows", "on_step",
-        "cost",
+        "model", "drafter", "drafters", "tokenizer", "backend", "dtype", "device", "threads", "kv_memory", "kv_dtype",
+        "quantize", "strict", "max_length", "revision", "offline", "trust_remote_code", "allow_pickle", "size",
+        "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch", "prefix_rows", "on_step", "cost",
     ),
     "a request (Engine.generate, stream or add)": (
         "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline",

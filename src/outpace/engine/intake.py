@@ -17,8 +17,8 @@ import numpy as np
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath
 from outpace.common.habits import HOMES
-from outpace.common.parameter import Flag
-from outpace.common.units import format_bytes, parse_bytes
+from outpace.common.parameter import Choice, Flag, Integer, Interval, check, defined
+from outpace.common.units import format_bytes
 from outpace.control.adaptive import AUTO_SIZE
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.registry import build, parse
@@ -53,8 +53,6 @@ def load_engines(
     """
     options = dict(options)
     tokenizer = options.pop("tokenizer", None)
-    if options.get("kv_memory") is not None:
-        options = {**options, "kv_memory": parse_bytes(options["kv_memory"])}
     check_keywords(options, HOMES["Engine.load"], "Engine.load")
     engine_options = {name: options[name] for name in EngineKeywords.__annotations__ if name in options}
     load_options = LoadOptions(**{name: options[name] for name in LoadKeywords.__annotations__ if name in options})
@@ -112,42 +110,33 @@ def _announce(model: Source, beside: Sequence[tuple[str, LoadOptions]], options:
     return target.device, weights
 
 
+_ACCEPTANCE = Choice(ACCEPTANCES, "unknown")
+_SECONDS = Interval("(0, inf]", "give seconds above 0, or None")
 MOST_NODES = 63  # a forward has at most 64 tokens of one row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's own options, validated before anything is loaded. Raises ParameterError.
+    """The engine's own options, validated before anything is loaded. Raises ParameterError."""
 
-    ``size``: tokens drafted a step, or "auto": what pays; ``acceptance``: docs/exactness.md; ``max_rows``: requests
-    that run at once; ``prefill_chunk``: prompt tokens a step; ``prefill_delay``: seconds by which they may hold up
-    rows that decode (None: any; 16 tokens go in any case); ``step_stretch``: how much longer than a plain step of its
-    rows "auto" may make one with drafts in which several rows run, as a factor of at least 1 (None: any);
-    ``prefix_rows``: finished rows whose KV is kept for prompts that begin alike (0: none).
-    """
-
-    size: Size = "auto"
-    acceptance: Acceptance = "coupled"
-    max_rows: int = 16
-    prefill_chunk: int = 512
-    prefill_delay: float | None = None
-    step_stretch: float | None = None
-    prefix_rows: int = 16
+    size: Size = defined("auto", "Tokens drafted a step, 0 to 63, or auto: what pays.")
+    acceptance: Acceptance = defined("coupled", "Same tokens, or same distribution (exactness.md).", _ACCEPTANCE)
+    max_rows: int = defined(16, "Requests that run at once.", Integer(1, remedy="give at least 1"))
+    prefill_chunk: int = defined(512, "Prompt tokens a step.", Integer(1, remedy="give at least 1"))
+    prefill_delay: float | None = defined(
+        None, "Seconds by which prompts may hold up rows that decode. None: any; 16 tokens go in any case.", _SECONDS
+    )
+    step_stretch: float | None = defined(
+        None, "How much longer than a plain step of its rows auto may make one with drafts in which several rows run.",
+        Interval("[1, inf]", "give at least 1, or None"),
+    )  # fmt: skip
+    prefix_rows: int = defined(
+        16, "Finished rows whose KV is kept for prompts that begin alike. 0: none.",
+        Integer(0, remedy="give at least 0"),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("prefill_chunk", 1), ("prefix_rows", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-                raise ParameterError(Argument(name, value), f" is out of range: give at least {least}")
-        delay = self.prefill_delay
-        if delay is not None and (isinstance(delay, bool) or not isinstance(delay, (int, float)) or not delay > 0):
-            raise ParameterError(Argument("prefill_delay", delay), " is out of range: give seconds above 0, or None")
-        stretch = self.step_stretch
-        if stretch is not None and (
-            isinstance(stretch, bool) or not isinstance(stretch, (int, float)) or not stretch >= 1
-        ):
-            raise ParameterError(Argument("step_stretch", stretch), " is out of range: give at least 1, or None")
-        checked_acceptance(self.acceptance)
+        check(self)
         checked_size(self.size)
 
     @property
@@ -330,9 +319,8 @@ def checked_size(size: Size, most: int = MOST_NODES, adaptive: bool = True) -> i
 
 
 def checked_acceptance(acceptance: Acceptance) -> Acceptance:
-    if acceptance not in ACCEPTANCES:
-        raise ParameterError(Argument("acceptance", acceptance), f" is unknown: use one of {', '.join(ACCEPTANCES)}")
-    return acceptance
+    checked: Acceptance = _ACCEPTANCE.checked("acceptance", acceptance)
+    return checked
 
 
 def checked_flags(**flags: object) -> None:
@@ -343,10 +331,8 @@ def checked_flags(**flags: object) -> None:
 
 def checked_serving(deadline: float | None, priority: int, cache_scope: str, owner: str) -> None:
     """Raise ParameterError for a deadline (seconds), a priority, a scope or an owner that cannot be."""
-    if deadline is not None and (
-        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
-    ):
-        raise ParameterError(Argument("deadline", deadline), " is out of range: give seconds above 0, or None")
+    if deadline is not None:
+        _SECONDS.checked("deadline", deadline)
     if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
         raise ParameterError(Argument("priority", priority), " is no whole number: 0 is usual, more goes first")
     for argument, value in (("cache_scope", cache_scope), ("owner", owner)):

@@ -14,8 +14,9 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 from outpace.cli.command import Parser, UsageError
 from outpace.cli.serve import COMMAND
 from outpace.common.files import cache_dir, write_json
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.engine.aio import AsyncEngine, Running
 from outpace.engine.engine import Engine
 from outpace.engine.results import Delta
@@ -72,15 +73,15 @@ class Outpace(LLMEngine):
         """The engine, not yet loaded, and how Dynamo registers it. Raises ModelError for a model that is not there,
         SystemExit for options that mean nothing."""
         parser = Parser("python -m outpace.integrations.dynamo", "A worker of NVIDIA Dynamo.", "... --model demo")
-        for name, hint, default in COMMAND.options():
-            if name in ("model", "served_name", *ENGINE):
-                parser.add(name, hint, default)
+        for parameter in COMMAND.options():
+            if parameter.name in ("model", "served_name", *ENGINE):
+                parser.add(replace(parameter, group=""))
         for name, value in (
             ("namespace", "dynamo"),
             ("discovery_backend", os.environ.get("DYN_DISCOVERY_BACKEND", "etcd")),
             ("request_plane", os.environ.get("DYN_REQUEST_PLANE", "tcp")),
         ):
-            parser.add(name, Annotated[str, option(f"--{name.replace('_', '-')}", help="Dynamo's.")], value)
+            parser.add(option("Dynamo's.", default=value).of(name, str))
         try:
             given = vars(parser.read(sys.argv[1:] if argv is None else argv))
         except UsageError as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from outpace.common.option import check, option
+from outpace.common.parameter import Choice, Interval, check, defined, option
 from outpace.errors import Argument, ParameterError
 
 LOSSES = ("ce", "kl", "reverse", "tv", "lk", "hybrid")  # of one token's distribution: ``losses``
@@ -15,8 +15,8 @@ EAGLE_INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
 STUDENT_INITS = ("scratch", "first", "last", "even")
 
 _DATA, _BETWEEN = "what it learns from", "evaluations and snapshots"  # headings
-_CANDIDATES = option("--candidates", help="Rows of the head a batch is trained against. 0: all.", within="[0, inf)")
-_DEPTH = option("--depth", help="Tokens of a simulated chain.", within="[1, 16]")
+_CANDIDATES = option("Rows of the head a batch is trained against. 0: all.", values=Interval("[0, inf)"))
+_DEPTH = option("Tokens of a simulated chain.", values=Interval("[1, 16]"))
 
 
 # Options that a training which goes on may change: no step that was taken depends on them.
@@ -29,88 +29,52 @@ class LoopOptions:
 
     GROUP: ClassVar[str] = "learning"
 
-    minutes: Annotated[
-        float | None,
-        option("--minutes", group="", help="Train for about so many; or give --epochs, or --steps.", within="(0, inf)"),
-    ] = None
-    epochs: Annotated[
-        float | None, option("--epochs", group="", help="Passes over all answers.", within="(0, inf)")
-    ] = None
-    steps: Annotated[int | None, option("--steps", group="", help="Steps to train.", within="(0, inf)")] = None
-    draft_vocab: Annotated[
-        int | None,
-        option(
-            "--draft-vocab",
-            group=_DATA,
-            metavar="N",
-            within="[1, inf)",
-            help="Tokens that can be drafted: the answers' most frequent. Default: those of --start, else 8192.",
-        ),
-    ] = None
-    prompt_weight: Annotated[
-        float,
-        option(
-            "--prompt-weight", group=_DATA, help="Of a prompt's token in the loss; an answer's has 1.", within="[0, 1]"
-        ),
-    ] = 1.0
-    loop_weight: Annotated[
-        float,
-        option(
-            "--loop-weight",
-            group=_DATA,
-            help="Of a token in a tail that repeats itself; an answer's others have 1.",
-            within="[0, 1]",
-        ),
-    ] = 1.0
-    lr: Annotated[float, option("--lr", help="Greatest learning rate.", within="(0, 1)")] = 1e-3
-    optimiser: Annotated[str, option("--optimiser", help="muon or adamw.", choices=OPTIMISERS)] = "muon"
-    weight_decay: Annotated[float, option("--weight-decay", help="Of matrices.")] = 0.01
-    warm_up: Annotated[int, option("--warm-up", help="Steps until the greatest learning rate.", within="[1, inf)")] = 40
-    fall: Annotated[
-        float,
-        option(
-            "--fall", help="Share of the steps, the last, in which the rate falls from its constant.", within="[0, 1]"
-        ),
-    ] = 1.0
-    average: Annotated[
-        float,
-        option(
-            "--average",
-            help="Judge and keep a running average of the weights, which each step keeps to this share. 0: the last.",
-            within="[0, 1)",
-        ),
-    ] = 0.0
-    four_bits: Annotated[
-        bool, option("--four-bits", help="Judge weights as 4 bits keep them, and train them so while the rate falls.")
-    ] = False
-    clip: Annotated[float, option("--clip", help="Greatest norm of a gradient.")] = 1.0
-    tokens: Annotated[int, option("--tokens", group=_DATA, help="Tokens a batch.")] = 3072
-    longest: Annotated[
-        int, option("--longest", group=_DATA, help="Tokens an answer is cut at, its prompt included.")
-    ] = 2048
-    gather: Annotated[int, option("--gather", help="Batches a step, of all processes together.", within="[1, inf)")] = 1
-    bfloat16: Annotated[bool, option("--bfloat16", help="Products in bfloat16, where the processor has them.")] = False
-    held_out: Annotated[
-        float, option("--held-out", group=_DATA, help="Share of prompts whose greedy answers judge the drafter.")
-    ] = 0.05
-    judged: Annotated[
-        int, option("--judged", group=_BETWEEN, help="Most tokens of these answers that are simulated on.")
-    ] = 12_000
-    evaluate: Annotated[
-        int, option("--evaluate", group=_BETWEEN, help="Steps between two evaluations.", within="[1, inf)")
-    ] = 200
-    patience: Annotated[
-        int,
-        option(
-            "--patience", group=_BETWEEN, help="Evaluations without a gain until it stops; 0: none.", within="[0, inf)"
-        ),
-    ] = 0
-    snapshot: Annotated[
-        float, option("--snapshot", group=_BETWEEN, help="Seconds between two snapshots; an evaluation makes one, too.")
-    ] = 300.0
-    report: Annotated[float, option("--report", group=_BETWEEN, help="Seconds between two lines.")] = 10.0
-    split_seed: Annotated[int, option("--split-seed", group=_DATA, help="Of which prompts are held out.")] = 0
-    seed: Annotated[int, option("--seed", help="Of all else that is drawn at random.")] = 0
+    minutes: float | None = defined(
+        None, "Train for about so many; or give --epochs, or --steps.", Interval("(0, inf)"), group=""
+    )
+    epochs: float | None = defined(None, "Passes over all answers.", Interval("(0, inf)"), group="")
+    steps: int | None = defined(None, "Steps to train.", Interval("(0, inf)"), group="")
+    draft_vocab: int | None = defined(
+        None,
+        "Tokens that can be drafted: the answers' most frequent. Default: those of --start, else 8192.",
+        Interval("[1, inf)"),
+        group=_DATA,
+        metavar="N",
+    )
+    prompt_weight: float = defined(
+        1.0, "Of a prompt's token in the loss; an answer's has 1.", Interval("[0, 1]"), group=_DATA
+    )
+    loop_weight: float = defined(
+        1.0, "Of a token in a tail that repeats itself; an answer's others have 1.", Interval("[0, 1]"), group=_DATA
+    )
+    lr: float = defined(1e-3, "Greatest learning rate.", Interval("(0, 1)"))
+    optimiser: str = defined("muon", "muon or adamw.", Choice(OPTIMISERS))
+    weight_decay: float = defined(0.01, "Of matrices.")
+    warm_up: int = defined(40, "Steps until the greatest learning rate.", Interval("[1, inf)"))
+    fall: float = defined(
+        1.0, "Share of the steps, the last, in which the rate falls from its constant.", Interval("[0, 1]")
+    )
+    average: float = defined(
+        0.0,
+        "Judge and keep a running average of the weights, which each step keeps to this share. 0: the last.",
+        Interval("[0, 1)"),
+    )
+    four_bits: bool = defined(False, "Judge weights as 4 bits keep them, and train them so while the rate falls.")
+    clip: float = defined(1.0, "Greatest norm of a gradient.")
+    tokens: int = defined(3072, "Tokens a batch.", group=_DATA)
+    longest: int = defined(2048, "Tokens an answer is cut at, its prompt included.", group=_DATA)
+    gather: int = defined(1, "Batches a step, of all processes together.", Interval("[1, inf)"))
+    bfloat16: bool = defined(False, "Products in bfloat16, where the processor has them.")
+    held_out: float = defined(0.05, "Share of prompts whose greedy answers judge the drafter.", group=_DATA)
+    judged: int = defined(12_000, "Most tokens of these answers that are simulated on.", group=_BETWEEN)
+    evaluate: int = defined(200, "Steps between two evaluations.", Interval("[1, inf)"), group=_BETWEEN)
+    patience: int = defined(
+        0, "Evaluations without a gain until it stops; 0: none.", Interval("[0, inf)"), group=_BETWEEN
+    )
+    snapshot: float = defined(300.0, "Seconds between two snapshots; an evaluation makes one, too.", group=_BETWEEN)
+    report: float = defined(10.0, "Seconds between two lines.", group=_BETWEEN)
+    split_seed: int = defined(0, "Of which prompts are held out.", group=_DATA)
+    seed: int = defined(0, "Of all else that is drawn at random.")
 
     def check(self) -> None:
         """Raises ParameterError."""
@@ -122,40 +86,34 @@ class LoopOptions:
         check(self)
 
 
+class _Method:
+    __slots__ = ()
+    GROUP: ClassVar[str] = "the network and its loss"
+
+    def check(self) -> None:
+        """Raises ParameterError."""
+        check(self)
+
+
 @dataclass(frozen=True, slots=True)
-class EagleOptions:
+class EagleOptions(_Method):
     """EAGLE-3.1: ``share`` of the anchors go on after the first unrolled step; see ``initial.initialise`` for ``init``;
     ``start``: a drafter whose weights and vocabulary the training begins with instead."""
 
     method: ClassVar[str] = "eagle"
-    GROUP: ClassVar[str] = "the network and its loss"
-    steps_ttt: Annotated[
-        int, option("--steps-ttt", help="Entries that are unrolled in training.", within="[1, 16]")
-    ] = 3
-    share: Annotated[
-        float, option("--share", help="Of entries that are unrolled beyond the first.", within="[0.05, 1]")
-    ] = 0.5
-    loss: Annotated[
-        str, option("--loss", help="ce, kl, reverse, tv, lk, hybrid or length.", choices=(*LOSSES, LENGTH))
-    ] = "ce"
-    decay: Annotated[float, option("--decay", help="Unrolled entry i has weight decay^i.", within="[0.05, 1]")] = 0.9
-    candidates: Annotated[int, _CANDIDATES] = 2048
-    hidden_layers: Annotated[
-        list[int] | None,
-        option("--hidden-layer", help="Repeatable: a layer whose output it reads, from 0. Default: the usual three."),
-    ] = None
-    init: Annotated[
-        str, option("--init", help="fresh, layer, now, next, layer+now or layer+next.", choices=EAGLE_INITS)
-    ] = "next"
-    start: Annotated[
-        str | None,
-        option("--start", help="A drafter to begin with; its optimiser's state, too, where a snapshot has it."),
-    ] = None
-    noise: Annotated[
-        float, option("--noise", help="In the hidden states, as a share of their root mean square.", within="[0, 1)")
-    ] = 0.0
-    dropout: Annotated[float, option("--dropout", help="Share of hidden states left out.", within="[0, 1)")] = 0.0
-    depth: Annotated[int, _DEPTH] = 4
+    steps_ttt: int = defined(3, "Entries that are unrolled in training.", Interval("[1, 16]"))
+    share: float = defined(0.5, "Of entries that are unrolled beyond the first.", Interval("[0.05, 1]"))
+    loss: str = defined("ce", "ce, kl, reverse, tv, lk, hybrid or length.", Choice((*LOSSES, LENGTH)))
+    decay: float = defined(0.9, "Unrolled entry i has weight decay^i.", Interval("[0.05, 1]"))
+    candidates: int = defined(2048, _CANDIDATES)
+    hidden_layers: list[int] | None = defined(
+        None, "Repeatable: a layer whose output it reads, from 0. Default: the usual three.", option=("--hidden-layer",)
+    )
+    init: str = defined("next", "fresh, layer, now, next, layer+now or layer+next.", Choice(EAGLE_INITS))
+    start: str | None = defined(None, "A drafter to begin with; its optimiser's state, too, where a snapshot has it.")
+    noise: float = defined(0.0, "In the hidden states, as a share of their root mean square.", Interval("[0, 1)"))
+    dropout: float = defined(0.0, "Share of hidden states left out.", Interval("[0, 1)"))
+    depth: int = defined(4, _DEPTH)
 
     def check(self) -> None:
         """Raises ParameterError."""
@@ -166,95 +124,57 @@ class EagleOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaOptions:
+class MedusaOptions(_Method):
     """Medusa-1: heads on the target's last hidden state, and the search of the tree of their candidates."""
 
     method: ClassVar[str] = "medusa"
-    GROUP: ClassVar[str] = "the network and its loss"
-    heads: Annotated[int, option("--heads", help="Tokens ahead.", within="[1, 64]")] = 4
-    layers: Annotated[int, option("--layers", help="Residual blocks of a head.", within="[1, 64]")] = 1
-    decay: Annotated[float, option("--decay", help="Head k has weight decay^k.", within="(0, 1]")] = 0.8
-    candidates: Annotated[int, _CANDIDATES] = 2048
-    nodes: Annotated[int, option("--nodes", help="Of the tree that is searched.", within="[1, 1024]")] = 32
-    ranks: Annotated[int, option("--ranks", help="Candidates of a head in that tree.", within="[1, 1024]")] = 10
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        check(self)
+    heads: int = defined(4, "Tokens ahead.", Interval("[1, 64]"))
+    layers: int = defined(1, "Residual blocks of a head.", Interval("[1, 64]"))
+    decay: float = defined(0.8, "Head k has weight decay^k.", Interval("(0, 1]"))
+    candidates: int = defined(2048, _CANDIDATES)
+    nodes: int = defined(32, "Of the tree that is searched.", Interval("[1, 1024]"))
+    ranks: int = defined(10, "Candidates of a head in that tree.", Interval("[1, 1024]"))
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelOptions:
+class ParallelOptions(_Method):
     """DSpark. ``length`` is D-PACE's aim (arXiv 2605.18810): what is missing of a block's expected accepted length, as
     a share of its slots. The confidence head learns whether greedy decoding accepts a slot ("agreement"), or how often
     sampling does ("overlap", DSpark's own)."""
 
     method: ClassVar[str] = "parallel"
-    GROUP: ClassVar[str] = "the network and its loss"
-    block: Annotated[int, option("--block", help="Tokens a draft.", within="[1, 64]")] = 7
-    layers: Annotated[int, option("--layers", help="Of the network.", within="[1, 64]")] = 2
-    rank: Annotated[
-        int, option("--markov-rank", help="Of what the token before adds; 0: nothing.", within="[0, 4096]")
-    ] = 64
-    mask_token: Annotated[
-        int | None, option("--mask-token", help="Stands for tokens that are not known. Default: the rarest token.")
-    ] = None
-    anchors: Annotated[float, option("--anchors", help="Blocks for each token that counts.", within="(0, 1]")] = 0.25
-    candidates: Annotated[int, _CANDIDATES] = 2048
-    slope: Annotated[
-        float, option("--slope", help="Token k of a block has weight e^(-k / slope).", within="(0, inf)")
-    ] = 4.0
-    cross_entropy: Annotated[float, option("--cross-entropy", help="Its weight.", within="[0, inf)")] = 0.1
-    l1: Annotated[float, option("--l1", help="Weight of the L1 distance from the target.", within="[0, inf)")] = 0.9
-    length: Annotated[float, option("--length", help="Weight of the expected accepted length.", within="[0, inf)")] = (
-        0.0
+    block: int = defined(7, "Tokens a draft.", Interval("[1, 64]"))
+    layers: int = defined(2, "Of the network.", Interval("[1, 64]"))
+    rank: int = defined(
+        64, "Of what the token before adds; 0: nothing.", Interval("[0, 4096]"), option=("--markov-rank",)
     )
-    confidence: Annotated[
-        float, option("--confidence", help="Weight of the confidence head's loss.", within="[0, inf)")
-    ] = 1.0
-    confidence_of: Annotated[
-        str,
-        option(
-            "--confidence-of", help="agreement (of greedy decoding) or overlap (of sampling).",
-            choices=("agreement", "overlap"),
-        ),
-    ] = "agreement"  # fmt: skip
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        check(self)
+    mask_token: int | None = defined(None, "Stands for tokens that are not known. Default: the rarest token.")
+    anchors: float = defined(0.25, "Blocks for each token that counts.", Interval("(0, 1]"))
+    candidates: int = defined(2048, _CANDIDATES)
+    slope: float = defined(4.0, "Token k of a block has weight e^(-k / slope).", Interval("(0, inf)"))
+    cross_entropy: float = defined(0.1, "Its weight.", Interval("[0, inf)"))
+    l1: float = defined(0.9, "Weight of the L1 distance from the target.", Interval("[0, inf)"))
+    length: float = defined(0.0, "Weight of the expected accepted length.", Interval("[0, inf)"))
+    confidence: float = defined(1.0, "Weight of the confidence head's loss.", Interval("[0, inf)"))
+    confidence_of: str = defined(
+        "agreement", "agreement (of greedy decoding) or overlap (of sampling).", Choice(("agreement", "overlap"))
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class DistilOptions:
+class DistilOptions(_Method):
     """A small decoder. ``on_policy``: these sequences are cut at a random place and continued by the student; the loss
     is on the tokens that it sampled. ``free``: embedding and head are trained, else they stay the target's."""
 
     method: ClassVar[str] = "distil"
-    GROUP: ClassVar[str] = "the network and its loss"
-    layers: Annotated[int, option("--layers", help="Of the student.", within="[1, inf)")] = 4
-    init: Annotated[
-        str,
-        option("--init", help="scratch, or the target's layers: first, last or even (spread).", choices=STUDENT_INITS),
-    ] = "even"
-    loss: Annotated[
-        str, option("--loss", help="kl (forward), reverse, tv (1 - acceptance), lk or hybrid.", choices=LOSSES)
-    ] = "kl"
-    free: Annotated[bool, option("--free", help="Train embedding and head, too; else they stay the target's.")] = False
-    all_tokens: Annotated[
-        bool, option("--all-tokens", help="The loss covers all tokens, not only --draft-vocab of them.")
-    ] = False
-    on_policy: Annotated[
-        float, option("--on-policy", help="Share of answers that the student continues.", within="[0, 1]")
-    ] = 0.0
-    on_policy_tokens: Annotated[
-        int, option("--on-policy-tokens", help="Tokens of such a continuation.", within="[1, 1024]")
-    ] = 32
-    depth: Annotated[int, _DEPTH] = 4
-
-    def check(self) -> None:
-        """Raises ParameterError."""
-        check(self)
+    layers: int = defined(4, "Of the student.", Interval("[1, inf)"))
+    init: str = defined("even", "scratch, or the target's layers: first, last or even (spread).", Choice(STUDENT_INITS))
+    loss: str = defined("kl", "kl (forward), reverse, tv (1 - acceptance), lk or hybrid.", Choice(LOSSES))
+    free: bool = defined(False, "Train embedding and head, too; else they stay the target's.")
+    all_tokens: bool = defined(False, "The loss covers all tokens, not only --draft-vocab of them.")
+    on_policy: float = defined(0.0, "Share of answers that the student continues.", Interval("[0, 1]"))
+    on_policy_tokens: int = defined(32, "Tokens of such a continuation.", Interval("[1, 1024]"))
+    depth: int = defined(4, _DEPTH)
 
 
 Options = EagleOptions | MedusaOptions | ParallelOptions | DistilOptions

@@ -9,18 +9,17 @@ from typing import Annotated
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 
 
 def run(
     common: Common,
-    folder: Annotated[Path, argument(metavar="DIR", help="A folder that outpace train data or import made.")],
+    folder: Annotated[Path, argument("A folder that outpace train data or import made.", metavar="DIR")],
     layer: Annotated[
-        list[int] | None,
-        option("--layer", help="Layers whose outputs are kept, from 0. Default: EAGLE-3's three."),
+        list[int] | None, option("Layers whose outputs are kept, from 0. Default: EAGLE-3's three.")
     ] = None,
-    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None,
+    threads: Annotated[int | None, option("CPU threads. Default: the cores.", "--threads", "-t")] = None,
 ) -> int:
     """Compute the hidden states that a drafter reads, once for all training. Run it again to go on after any end."""
     from outpace.common.units import format_bytes

@@ -9,7 +9,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import LIMIT, PROMPTS, Common, Load
 from outpace.cli.train.shared import kept, say, summary, writer_for
-from outpace.common.option import option
+from outpace.common.parameter import option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
@@ -18,17 +18,17 @@ def run(
     load: Load,
     common: Common,
     prompts: Annotated[Path, PROMPTS],
-    out: Annotated[Path, option("--out", help="The folder to make, or to go on with.")],
-    samples: Annotated[int, option("--samples", metavar="N", help="Answers a prompt where it samples.")] = 1,
+    out: Annotated[Path, option("The folder to make, or to go on with.")],
+    samples: Annotated[int, option("Answers a prompt where it samples.", metavar="N")] = 1,
     temperature: Annotated[
-        list[float] | None, option("--temperature", "-T", help="Repeatable; 0 is greedy, one answer. Default: 0.")
+        list[float] | None, option("Repeatable; 0 is greedy, one answer. Default: 0.", "--temperature", "-T")
     ] = None,
-    max_tokens: Annotated[int, option("--max-tokens", "-n", help="Most tokens an answer.")] = 256,
-    rows: Annotated[int, option("--rows", metavar="N", help="Answers that are written together.")] = 16,
+    max_tokens: Annotated[int, option("Most tokens an answer.", "--max-tokens", "-n")] = 256,
+    rows: Annotated[int, option("Answers that are written together.", metavar="N")] = 16,
     limit: Annotated[int | None, LIMIT] = None,
-    cache: Annotated[bool, option("--cache", help="Keep the hidden states, too, as outpace train cache.")] = False,
-    shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
-    drafter: Annotated[str, option("--drafter", "-d", help="Who drafts; it cannot change an answer.")] = "none",
+    cache: Annotated[bool, option("Keep the hidden states, too, as outpace train cache.")] = False,
+    shard: Annotated[int, option("Answers a file.", metavar="N")] = 512,
+    drafter: Annotated[str, option("Who drafts; it cannot change an answer.", "--drafter", "-d")] = "none",
 ) -> int:
     """Let the model answer prompts, with the weights it is served with. Run it again to go on after any end."""
     from outpace.common.units import format_bytes

@@ -8,7 +8,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.cli.train.shared import kept, say, summary, writer_for
-from outpace.common.option import argument, option
+from outpace.common.parameter import argument, option
 from outpace.common.progress import progress
 from outpace.errors import ParameterError
 
@@ -17,13 +17,13 @@ def run(
     load: Load,
     common: Common,
     files: Annotated[
-        list[Path], argument(help='JSON lines: {"id": ..., "prompt": [ids], "answer": [ids], "finish": "stop"}.')
+        list[Path], argument('JSON lines: {"id": ..., "prompt": [ids], "answer": [ids], "finish": "stop"}.')
     ],
-    out: Annotated[Path, option("--out", help="The folder to make, or to add to.")],
+    out: Annotated[Path, option("The folder to make, or to add to.")],
     temperature: Annotated[
-        float, option("--temperature", "-T", help="Of the answers, where a line does not have it.")
+        float, option("Of the answers, where a line does not have it.", "--temperature", "-T")
     ] = 0.0,
-    shard: Annotated[int, option("--shard", metavar="N", help="Answers a file.")] = 512,
+    shard: Annotated[int, option("Answers a file.", metavar="N")] = 512,
 ) -> int:
     """Take over answers of the same target, token by token. What the folder has already is not added again."""
     from outpace.training import foreign

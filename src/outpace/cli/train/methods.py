@@ -6,12 +6,12 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
 from outpace.cli.train.shared import say
-from outpace.common.option import option
+from outpace.common.parameter import REQUIRED, defined
 from outpace.errors import ParameterError
 from outpace.training import packages
 from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, Options, ParallelOptions
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 class Place:
     """What is read and written, and where it is computed."""
 
-    data: Annotated[Path, option("--data", help="A folder that outpace train data or import made.")]
-    out: Annotated[Path, option("--out", help="The folder to make: what is trained, its curve, snapshots.")]
-    model: Annotated[
-        str | None, option("--model", "-m", help="The target; checked against the data. Default: the data's.")
-    ] = None
-    resume: Annotated[
-        bool, option("--resume", help="Go on from the last snapshot in OUT, perhaps to a greater length.")
-    ] = False
-    threads: Annotated[int | None, option("--threads", "-t", help="CPU threads. Default: the cores.")] = None
-    device: Annotated[str, option("--device", help="Where it trains: cpu, cuda or cuda:N.")] = "cpu"
+    data: Path = defined(REQUIRED, "A folder that outpace train data or import made.")
+    out: Path = defined(REQUIRED, "The folder to make: what is trained, its curve, snapshots.")
+    model: str | None = defined(
+        None, "The target; checked against the data. Default: the data's.", option=("--model", "-m")
+    )
+    resume: bool = defined(False, "Go on from the last snapshot in OUT, perhaps to a greater length.")
+    threads: int | None = defined(None, "CPU threads. Default: the cores.", option=("--threads", "-t"))
+    device: str = defined("cpu", "Where it trains: cpu, cuda or cuda:N.")
 
 
 def eagle(place: Place, options: EagleOptions, loop: LoopOptions, common: Common) -> int:
