@@ -16,7 +16,7 @@ from outpace.training.objective import TrainBatch
 
 
 class States(Protocol):
-    """Where the target's hidden states come from: ``states.HiddenStateSource``."""
+    """Where the target's hidden states come from: ``hidden_states.HiddenStateSource``."""
 
     def plan(self, order: Sequence[int]) -> None:
         """What will be asked for next, in order."""

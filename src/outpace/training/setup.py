@@ -20,11 +20,11 @@ from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
 from outpace.training.devices import Team, device_named
+from outpace.training.hidden_states import HiddenStateSource
 from outpace.training.loop import Loop
 from outpace.training.objective import Objective
 from outpace.training.options import MAY_CHANGE, LoopOptions
 from outpace.training.packing import Packing
-from outpace.training.states import HiddenStateSource
 from outpace.training.target import TargetParts, TargetWeights
 from outpace.training.vocabulary import DraftVocabulary
 

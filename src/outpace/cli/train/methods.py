@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
-from outpace.cli.train.shared import say
+from outpace.cli.train.data import say
 from outpace.common.option import option
 from outpace.errors import ParameterError
 from outpace.training import packages
@@ -62,7 +62,7 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
     """Run a training to its end, and print what came of it."""
     with packages():
         from outpace.training.methods import finish, open_run
-    from outpace.training.folder import read_meta
+    from outpace.training.data import read_meta
     from outpace.training.setup import Run
     from outpace.training.snapshots import NAME
 
