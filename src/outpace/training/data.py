@@ -282,12 +282,12 @@ def read_columns(folder: Path, meta: Mapping[str, Any]) -> Columns:
     table = pa.concat_tables([SCHEMA.empty_table(), *tables])
     lengths = pc.list_value_length(table["tokens"]).to_numpy()
     return Columns(
-        *(table[name].to_pylist() for name in ("id", "source", "finish")),
-        *(table[name].to_numpy() for name in ("sample", "temperature", "seed", "prompt_length")),
-        starts=np.cumsum([0, *lengths], dtype=np.int64),
-        tokens=pc.list_flatten(table["tokens"]).to_numpy().copy(),  # kernels want arrays that can be written
-        shards=np.cumsum([0, *map(len, tables)], dtype=np.int64),
-    )
+        table["id"].to_pylist(), table["source"].to_pylist(), table["finish"].to_pylist(),
+        table["sample"].to_numpy(), table["temperature"].to_numpy(), table["seed"].to_numpy(),
+        table["prompt_length"].to_numpy(), np.cumsum(np.concatenate([[0], lengths]), dtype=np.int64),
+        pc.list_flatten(table["tokens"]).to_numpy().copy(),  # kernels want arrays that can be written
+        np.cumsum([0, *map(len, tables)], dtype=np.int64),
+    )  # fmt: skip
 
 
 def _check(path: Path, table: pa.Table, vocabulary: int) -> None:

@@ -19,14 +19,11 @@ from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
 from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
-from outpace.training.devices import Team, device_named
 from outpace.training.hidden_states import HiddenStateSource
-from outpace.training.loop import Loop
-from outpace.training.objective import Objective
+from outpace.training.loop import Loop, Team, device_named
+from outpace.training.objective import Objective, Packing
 from outpace.training.options import MAY_CHANGE, LoopOptions
-from outpace.training.packing import Packing
-from outpace.training.target import TargetParts, TargetWeights
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary, TargetParts, TargetWeights
 
 I64 = np.typing.NDArray[np.int64]
 DRAFT_VOCAB = 8192  # most tokens that can be drafted, where nothing says how many
@@ -73,7 +70,7 @@ class Setup:
     def device(self) -> torch.device:
         return self.team.device
 
-    def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any]) -> Loop:
+    def loop(self, method: str, objective: Objective[Any, Any], recipe: Mapping[str, Any]) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
         target and the loop's options."""
         run = self.run

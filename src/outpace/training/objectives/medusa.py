@@ -1,9 +1,10 @@
-"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about"""
+"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about trees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path as Folder
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +15,18 @@ from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.layouts import MedusaConfig
 from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
-from outpace.training import losses
-from outpace.training.loop import Loop
-from outpace.training.losses import in_chunks, sequence_weights
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import HeadObjective, Packing, Simulated, TrainBatch, walk
+from outpace.training.objectives import losses
+from outpace.training.objectives.losses import in_chunks, sequence_weights
 from outpace.training.options import MedusaOptions
 from outpace.training.setup import Setup
-from outpace.training.simulate import walk
 
 _MEASURED = 40_000  # tokens of training answers that the tree is searched on
 _ROWS = 128  # positions whose logits are held at a time
 NEVER = 1 << 30  # the rank of what is no candidate
 
 
-class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
+class MedusaObjective(HeadObjective[MedusaNetwork, MedusaOptions]):
     """See ``Objective``. Chains are simulated; ``find_tree`` searches a tree."""
 
     @classmethod
@@ -95,23 +93,23 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
         gain = gains_of_ranks(np.concatenate(ranks))
         return search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
 
-    def finish(self, loop: Loop) -> dict[str, float]:
+    def finish(self, out: Folder, train: Packing, held_out: Packing) -> dict[str, float]:
         """Search the best checkpoint's tree on answers that it was trained on, and write it again with the tree.
 
         What the tree is worth is measured on held-out answers, so not on those that it was chosen by.
         """
-        best = checkpoint.read(loop.out)
+        best = checkpoint.read(out)
         self.network.load_state_dict({name: torch.from_numpy(best.tensors[name]) for name in self.network.state_dict()})
         members, tokens = list[int](), 0
-        for group in loop.train.cut(range(len(loop.train.answers))):
+        for group in train.cut(range(len(train.answers))):
             members += group
-            tokens += int(loop.train.answers.lengths()[group].sum())
+            tokens += int(train.answers.lengths()[group].sum())
             if tokens >= _MEASURED:
                 break
-        tree = self.find_tree(loop.train.batches(members))
+        tree = self.find_tree(train.batches(members))
         method, config, tensors = self.export()
-        checkpoint.write(loop.out, method, replace(config, tree=tree), tensors, best.target, best.recipe)
-        found = [self.simulate_tree(batch, tree) for batch in loop.held_out.batches()]
+        checkpoint.write(out, method, replace(config, tree=tree), tensors, best.target, best.recipe)
+        found = [self.simulate_tree(batch, tree) for batch in held_out.batches()]
         return {"tree_tokens_per_step": sum(found[1:], found[0]).tokens_per_step}
 
     @torch.no_grad()

@@ -22,14 +22,11 @@ from outpace.models.load import Source
 from outpace.models.weights import safetensors
 from outpace.text.tokenizer import Tokenizer
 from outpace.training.hidden_states import forward_states, open_target
-from outpace.training.losses import LOSSES, acceptance, in_chunks, sequence_weights
-from outpace.training.methods.base import Method
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import Objective, Simulated, TrainBatch, walk
+from outpace.training.objectives.losses import LOSSES, acceptance, in_chunks, sequence_weights
 from outpace.training.options import DistilOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary, TargetParts
 
 # -- student ----------------------------------------------------------------------------------------------------------
 # A small Llama, as a draft model of its own: distilled from the target, served like any other model.
@@ -183,7 +180,7 @@ class NativeTeacher:
         self.model.close()
 
 
-class DistilObjective(Method[Student, DistilOptions]):
+class DistilObjective(Objective[Student, DistilOptions]):
     """See ``Objective``. ``vocabulary``: the loss covers these tokens alone, with both distributions renormalised
     (None: all). ``teacher``: needed for sequences that the student continues."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +16,19 @@ from torch import Tensor
 from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
-from outpace.training import losses
 from outpace.training.hidden_states import default_layers
-from outpace.training.loop import Loop
-from outpace.training.losses import in_chunks, sequence_weights
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import HeadObjective, Packing, Simulated, TrainBatch, walk
+from outpace.training.objectives import losses
+from outpace.training.objectives.losses import in_chunks, sequence_weights
 from outpace.training.options import ParallelOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
 
 _COST = 0.1  # of a plain step: what verifying a token more is taken to cost where the confidence cuts drafts
 _ANCHORS = 32  # blocks whose logits are held at a time
 _TOGETHER = 512  # blocks that are drafted at a time
 
 
-class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
+class ParallelObjective(HeadObjective[ParallelNetwork, ParallelOptions]):
     """See ``Objective``."""
 
     @classmethod
@@ -51,10 +49,10 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         network = ParallelNetwork(config, setup.run.options.seed).to(setup.device)
         return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
 
-    def finish(self, loop: Loop) -> dict[str, float]:
+    def finish(self, out: Path, train: Packing, held_out: Packing) -> dict[str, float]:
         """What the network is worth on held-out answers where its confidence cuts drafts, and the mean of tokens that
         are drafted then."""
-        pieces = [self.simulate_prefixes(batch, _COST) for batch in loop.held_out.batches()]
+        pieces = [self.simulate_prefixes(batch, _COST) for batch in held_out.batches()]
         found = [simulated for simulated, _, _ in pieces]
         drafted, starts = sum(tokens for _, tokens, _ in pieces), sum(starts for _, _, starts in pieces)
         total = sum(found[1:], found[0])

@@ -18,7 +18,8 @@ from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.layers import rotate
 from outpace.errors import ParameterError
 from outpace.training.hidden_states import default_layers
-from outpace.training.losses import (
+from outpace.training.objective import HeadObjective, Simulated, TrainBatch, walk
+from outpace.training.objectives.losses import (
     expected_length,
     frozen_head_loss,
     head_acceptance,
@@ -26,13 +27,9 @@ from outpace.training.losses import (
     sequence_weights,
     widened,
 )
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.options import LENGTH, EagleOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
-from outpace.training.target import TargetParts, TargetWeights
-from outpace.training.vocabulary import Candidates, DraftVocabulary
+from outpace.training.target import Candidates, DraftVocabulary, TargetParts, TargetWeights
 
 # -- unroll -----------------------------------------------------------------------------------------------------------
 # EAGLE unrolled for training: attention of a training-time test, written out with its gradient.
@@ -277,7 +274,7 @@ def _fit(network: EagleNetwork, hidden_states: Tensor, wanted: Tensor) -> None:
 _SAMPLE = 20_000  # tokens whose states the initialisation is fitted to
 
 
-class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
+class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
     """See ``Objective``."""
 
     @classmethod
