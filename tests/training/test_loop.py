@@ -282,12 +282,15 @@ def test_minutes_count_what_came_before(tmp_path, monkeypatch, stopped, minutes,
     made = tiny_loop.loop(tmp_path, None, minutes=0.3)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: float(made.at.step))
 
-    def stop():
+    step = made._step
+
+    def stopping():
         if made.at.step == stopped:
             made._snapshot()
             raise KeyboardInterrupt
+        return step()
 
-    made._pace = stop
+    made._step = stopping
     with pytest.raises(KeyboardInterrupt):
         made.run()
     made = tiny_loop.loop(tmp_path, None, minutes=minutes)

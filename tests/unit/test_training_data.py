@@ -144,7 +144,7 @@ def test_tokens_are_counted_with_and_without_prompts(tmp_path: Path) -> None:
     assert found.token_counts(prompts=True).sum() == found.lengths().sum() == sum(len(a.tokens) for a in answers)
     part = found.select([3, 1])
     assert [a.id for a in part] == ["p3", "p1"]
-    assert part.prompt_lengths().tolist() == [2, 2]
+    assert [answer.prompt_length for answer in part] == [2, 2]
     assert part.token_counts(prompts=True).sum() == len(answers[3].tokens) + len(answers[1].tokens)
 
 

@@ -230,10 +230,6 @@ class Answers:
         """Tokens of each answer, its prompt included: int32 [n]."""
         return np.diff(self.columns.starts)[self.index].astype(np.int32)
 
-    def prompt_lengths(self) -> I32:
-        """int32 [n]."""
-        return self.columns.prompt_lengths[self.index]
-
     def token_counts(self, prompts: bool = False) -> I64:
         """How often each token occurs: int64 [V]. ``prompts``: tokens of prompts count, too."""
         counted = [a.tokens if prompts else a.tokens[a.prompt_length :] for a in self]

@@ -417,7 +417,7 @@ class Loop:
     """Trains ``objective`` on ``train``, keeps the best by simulated tokens per step on ``held_out`` in ``out``.
 
     ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
-    ``say`` is called with a line now and then, ``pace`` after every step, and may wait.
+    ``say`` is called with a line now and then.
     """
 
     def __init__(
@@ -431,12 +431,10 @@ class Loop:
         target: Mapping[str, Any],
         team: Team,
         say: Callable[[str], None] = lambda line: None,
-        pace: Callable[[], None] = lambda: None,
     ) -> None:
         self.objective, self.train, self.held_out = objective, train, held_out
         self.out, self.options, self.identity, self.target = Path(out), options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
-        self._pace = pace
         self._draws = find_spec("matplotlib") is not None  # asked before the first step, used after the last
         self.optimiser = Optimiser(
             objective.network, options.optimiser, options.lr, options.weight_decay,
@@ -519,7 +517,6 @@ class Loop:
             elif self.team.rank == 0 and now - since_snapshot >= self.options.snapshot:
                 self._snapshot()
                 since_snapshot = time.perf_counter()
-            self._pace()
         return self.at
 
     def _step(self) -> dict[str, float]:

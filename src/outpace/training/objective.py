@@ -27,7 +27,6 @@ from outpace.training.target import DraftHead, DraftVocabulary, TargetParts
 
 CPU = torch.device("cpu")
 Flags = npt.NDArray[np.bool_]
-F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,8 @@ def walk(batch: TrainBatch, right: Flags, tried: Flags) -> Simulated:
     accepted = np.logical_and.accumulate(right, 1).sum(1)
     steps = tokens = 0
     starting = np.zeros(len(batch), bool)
-    for begin, end in _spans(batch):
+    for first, end in pairwise(batch.starts):
+        begin = first + int(np.argmax(batch.loss_mask[first:end].cpu().numpy()))
         starting[begin : end - 2] = True
         at = begin
         while at + 2 < end:
@@ -251,39 +251,6 @@ def walk(batch: TrainBatch, right: Flags, tried: Flags) -> Simulated:
     before = np.arange(depth)[None, :] <= accepted[:, None]
     asked = before & tried & starting[:, None]
     return Simulated(steps, tokens, asked.sum(0), (asked & right).sum(0))
-
-
-def expected_steps(batch: TrainBatch, overlap: F64) -> tuple[float, int]:
-    """Steps that sampling at temperature 1 is expected to take for what ``walk`` takes ``steps`` for, and the tokens.
-
-    ``overlap`` [N, k]: sum min(p, q) of the chain's token s after entry i, 0 where the answer has none. A draft is kept
-    up to its token s with the product of what is before (rejection, arXiv 2211.17192, section 3.3), and every place of
-    the answer is begun at as often as the places before lead there, so this is exact for a target and a drafter whose
-    probabilities after a prefix do not depend on its last words. Where they do, it is an estimate: the answer's own
-    words stand for those that would have been drawn.
-    """
-    reached = np.cumprod(overlap, 1)
-    # Of a draft of k: the chance that exactly 0 .. k are accepted.
-    exactly = np.concatenate([np.ones((len(batch), 1)), reached], 1)
-    exactly[:, :-1] -= reached
-    steps, tokens = 0.0, 0
-    for begin, end in _spans(batch):
-        last = max(end - 2, begin)  # where the walk is over
-        visits = np.zeros(last + 1 - begin)
-        visits[0] = 1
-        for at in range(begin, last):
-            here = visits[at - begin] * exactly[at]
-            room = last - at  # tokens that are left
-            visits[at + 1 - begin : at + len(here) - begin + 1] += here[:room]
-            visits[-1] += here[room:].sum()
-        steps, tokens = steps + float(visits[:-1].sum()), tokens + last - begin
-    return steps, tokens
-
-
-def _spans(batch: TrainBatch) -> Iterator[tuple[int, int]]:
-    """Of each sequence: the entry that a walk begins at, and the sequence's end."""
-    for first, end in pairwise(batch.starts):
-        yield first + int(np.argmax(batch.loss_mask[first:end].cpu().numpy())), end
 
 
 # Folder; method, config and tensors as an objective exports them; the target's facts; the recipe.
@@ -319,13 +286,8 @@ class Objective(ABC, Generic[NetworkT, OptionsT]):
         """A scalar, the mean over sequences of each one's mean; and figures to print."""
 
     @abstractmethod
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
-        """On answers that the target gave greedily: what a chain would have brought, of at most ``depth`` tokens."""
-
-    @abstractmethod
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        """float64 [N, k]: sum min(p, q) at temperature 1, over all of the target's tokens, of the chain's token s after
-        entry i where the answer's own words are before it; 0 where the answer has no such token."""
+    def simulate(self, batch: TrainBatch) -> Simulated:
+        """On answers that the target gave greedily: what a chain would have brought."""
 
     @abstractmethod
     def export(self) -> tuple[str, Any, Mapping[str, Any]]:

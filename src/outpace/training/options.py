@@ -124,8 +124,8 @@ class LoopOptions:
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions:
-    """EAGLE-3.1: ``share`` of the anchors go on after the first unrolled step; see ``initial.initialise`` for ``init``;
-    ``start``: a drafter whose weights and vocabulary the training begins with instead."""
+    """EAGLE-3.1: ``share`` of the anchors go on after the first unrolled step; for ``init`` see
+    ``objectives.eagle.initialise``; ``start``: a drafter whose weights and vocabulary the training begins with."""
 
     method: ClassVar[str] = "eagle"
     GROUP: ClassVar[str] = "the network and its loss"

@@ -33,7 +33,7 @@ DRAFT_VOCAB = 8192  # most tokens that can be drafted, where nothing says how ma
 class Run:
     """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
     it); ``threads``: None: the cores; ``device``: where the network is trained; ``say`` is called with a line now and
-    then; ``pace`` is called after every step, and may wait; ``split``: the answers to train on, and those to judge on.
+    then.
     """
 
     data: Path
@@ -43,8 +43,6 @@ class Run:
     threads: int | None = None
     device: str = "cpu"
     say: Callable[[str], None] = lambda line: None
-    pace: Callable[[], None] = lambda: None
-    split: Callable[[Answers, LoopOptions], tuple[Answers, Answers]] = lambda answers, options: split(answers, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Setup:
         assert not (hidden := {*recipe} & {*shared} - {"hidden_layers"}), f"{hidden} means two things in a recipe"
         return Loop(
             objective, self.train, self.held_out, run.out, run.options, {**recipe, **shared}, self.answers.target,
-            self.team, run.say, run.pace,
+            self.team, run.say,
         )  # fmt: skip
 
 
@@ -115,7 +113,7 @@ def prepared(
         stack.callback(team.close)
         weights = TargetWeights(source)
         layers = hidden_layers(weights.decoder.layers)
-        train, held_out = run.split(answers, settings)
+        train, held_out = split(answers, settings)
         states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None or settings.draft_vocab is not None:

@@ -64,15 +64,6 @@ class TargetParts:
         """[n, V] of states before the final norm [n, h]; of ``ids`` int64 [m] only: [n, m]."""
         return F.linear(self.norm(state), self.head if ids is None else self.head[ids])
 
-    @torch.no_grad()
-    def probabilities(self, state: Tensor, ids: Tensor | None = None, block: int = 256) -> Tensor:
-        """p [n, V] at temperature 1 after states [n, h]; of ``ids`` int64 [m] only, not renormalised: [n, m].
-
-        ``block``: rows of logits that exist at once.
-        """
-        parts = (torch.softmax(self.logits(part), -1) for part in state.split(block))
-        return torch.cat([p if ids is None else p[:, ids] for p in parts])
-
 
 class TargetWeights:
     """A target's files, opened for reading values. Raises ModelError for what the native backend does not serve."""

@@ -66,20 +66,9 @@ class MedusaObjective(HeadObjective[MedusaNetwork, MedusaOptions]):
         agree = (facts[..., 1] * counts).sum(0) / counts.sum(0).clamp_min(1)
         return total, {"cross_entropy": float(cross)} | {f"agree{k}": float(a) for k, a in enumerate(agree)}
 
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         ranks = self.ranks(batch)
-        return walk(batch, (ranks == 0)[:, :depth], self._tried(batch)[:, :depth])
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        index, _ = self._wanted(batch)
-        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
-        states = self.network(self.target.norm(batch.states[:, -1]))
-        heads = [
-            losses.head_acceptance(states[:, k], self.draft_head.head, None, p[at]) for k, at in enumerate(index.T)
-        ]
-        overlaps: np.ndarray = torch.stack(heads, 1).double().cpu().numpy() * self._tried(batch)
-        return overlaps
+        return walk(batch, (ranks == 0), self._tried(batch))
 
     def simulate_tree(self, batch: TrainBatch, tree: tuple[Path, ...]) -> Simulated:
         """As ``simulate``, with a tree. Its steps count as a chain's of the depth that is accepted."""

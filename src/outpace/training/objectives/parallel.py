@@ -122,23 +122,9 @@ class ParallelObjective(HeadObjective[ParallelNetwork, ParallelOptions]):
             figures["confidence"] = float((missed.detach() * counts).sum() / counts.sum().clamp_min(1))
         return total, figures
 
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         right, tried, _ = self._tried(batch)
-        return walk(batch, right[:, :depth], tried[:, :depth])
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
-        found = torch.zeros(len(batch), self.network.slots, device=batch.device)
-        for at in self._starts(batch):
-            index, there = self._slots(batch, at)
-            normed = self._normed(batch, at)
-            logits, before = normed @ self.draft_head.head.T, self.network.before(batch.tokens[index])
-            if before is not None and self.network.markov_head is not None:
-                logits += self.network.markov_head.markov_w2(before)
-            found[at - 1] = losses.acceptance(logits, p[index]) * there
-        overlaps: np.ndarray = found.double().cpu().numpy()
-        return overlaps
+        return walk(batch, right, tried)
 
     def simulate_prefixes(self, batch: TrainBatch, cost: float) -> tuple[Simulated, int, int]:
         """As ``simulate``, with the prefix that the confidence makes worth verifying where a token more in a draft
