@@ -15,9 +15,9 @@ from outpace.common.allocator import keep_freed
 from outpace.drafters.learned.layouts import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
+from outpace.models.host import usable_cores
 from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
-from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
 from outpace.training.hidden_states import HiddenStateSource
 from outpace.training.loop import Loop, Team, device_named
