@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outpace.training.snapshots import NAME as SNAPSHOT
+from outpace.training.loop import SNAPSHOT
 
 Run = Callable[[Sequence[str]], None]
 ANSWERS, DRAFTER, ACCEPTANCE, DONE = "answers", "drafter", "acceptance.json", "trained"

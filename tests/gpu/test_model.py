@@ -15,7 +15,7 @@ from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.exact.verify import walk
 from outpace.models.base import Batch, Model
-from outpace.models.memory import free_memory, spare_memory
+from outpace.models.host import free_memory, spare_memory
 from outpace.models.torch.model import TransformersModel
 from outpace.models.torch.output import TorchOutput
 from outpace.params import SamplingParams

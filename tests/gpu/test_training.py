@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace.training.devices import CPU
+from outpace.training.objective import CPU
 from tests.training.test_devices import METHODS, loop
 
 STEPS = 4

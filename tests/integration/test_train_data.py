@@ -20,11 +20,10 @@ from outpace.models.fingerprint import identity
 from outpace.models.load import load
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
-from outpace.training import folder as folders
+from outpace.training import data as folders
 from outpace.training import hidden_states
-from outpace.training.data import Answer, Answers
-from outpace.training.states import HiddenStateSource
-from outpace.training.writer import Writer
+from outpace.training.data import Answer, Answers, Writer
+from outpace.training.hidden_states import HiddenStateSource
 from tests.integration.test_cli import outpace
 
 LENGTHS = (5, 31, 64, 2, 300, 17)

@@ -5,10 +5,9 @@ import torch
 
 from outpace.drafters.learned.layouts import Decoder, EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
-from outpace.training.methods.eagle import EagleObjective
 from outpace.training.objective import TrainBatch
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.objectives.eagle import EagleObjective
+from outpace.training.target import DraftVocabulary, TargetParts
 
 HIDDEN, VOCAB = 16, 40
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from outpace.drafters.learned.layouts import Decoder, MedusaConfig, ParallelConfig
 from outpace.training.objective import Simulated, TrainBatch
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary, TargetParts
 
 HIDDEN, VOCAB, LAYERS = 16, 40, (0, 1, 2)
 WORDS = DraftVocabulary.of(np.arange(1, 31), VOCAB)  # token 0 and the last nine are not in it

@@ -12,15 +12,13 @@ import torch
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.errors import ParameterError
-from outpace.training import snapshots
-from outpace.training.devices import Team, device_named
-from outpace.training.loop import Loop
-from outpace.training.methods.distil import DistilObjective
-from outpace.training.methods.eagle import EagleObjective
-from outpace.training.methods.medusa import MedusaObjective
-from outpace.training.methods.parallel import ParallelObjective
+from outpace.training.loop import Loop, Team, device_named, save_snapshot
+from outpace.training.objective import Packing
+from outpace.training.objectives.distil import DistilObjective
+from outpace.training.objectives.eagle import EagleObjective
+from outpace.training.objectives.medusa import MedusaObjective
+from outpace.training.objectives.parallel import ParallelObjective
 from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, ParallelOptions
-from outpace.training.packing import Packing
 from tests.training import eagle_helpers as tiny
 from tests.training import small
 from tests.training.commands import outpace
@@ -120,15 +118,14 @@ def test_commands_train_there(
     )  # fmt: skip
     given = ("train", method, *basics, *more)
     outpace(*given, "--out", tmp_path / "cpu")
-    save = snapshots.save
     with SecondDevice() as second:
 
         def saved(folder: Path, identity: Any, state: Any) -> None:
             kept = [its for part in state["optimiser"] for own in part["state"].values() for its in own.values()]
             assert not any(second.on_card(its) for its in (*kept, *state["network"].values()))
-            save(folder, identity, state)
+            save_snapshot(folder, identity, state)
 
-        monkeypatch.setattr(snapshots, "save", saved)
+        monkeypatch.setattr("outpace.training.loop.save_snapshot", saved)
         outpace(*given, "--out", tmp_path / "card", "--device", "cuda")
         with pytest.raises(RuntimeError, match="two devices in"):
             torch.arange(3) + torch.arange(3, device=CARD)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from outpace.errors import ParameterError
-from outpace.training.methods.distil import DistilObjective, Student, chosen_layers
+from outpace.training.objectives.distil import DistilObjective, Student, chosen_layers
 from outpace.training.options import DistilOptions
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary
 from tests.training import small
 
 PARTS = small.target()

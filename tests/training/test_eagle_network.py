@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.networks.eagle import EagleNetwork, TorchEagle
-from outpace.training.losses import acceptance, expected_length, soft_cross_entropy
-from outpace.training.methods.eagle import AnchoredAttention, initialise, unroll
+from outpace.training.objectives.eagle import AnchoredAttention, initialise, unroll
+from outpace.training.objectives.losses import acceptance, expected_length, soft_cross_entropy
 from outpace.training.options import EagleOptions
 from outpace.training.target import TargetParts
 from tests.training import eagle_helpers as tiny

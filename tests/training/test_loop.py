@@ -15,13 +15,11 @@ import torch
 from outpace.drafters.learned import checkpoint
 from outpace.errors import ParameterError, TrainingError
 from outpace.models.weights import q4_1
-from outpace.training import loop, snapshots
+from outpace.training import loop
 from outpace.training.data import Answer
-from outpace.training.loop import in_four_bits, rounded
-from outpace.training.objective import TrainBatch
-from outpace.training.optimisers import orthogonal, schedule
+from outpace.training.loop import in_four_bits, orthogonal, rounded, schedule
+from outpace.training.objective import Packing, TrainBatch
 from outpace.training.options import EagleOptions, LoopOptions
-from outpace.training.packing import Packing
 from tests.training import eagle_helpers, tiny_loop
 
 
@@ -57,7 +55,7 @@ def test_state_is_all_there_is(tmp_path, options):
     """Stopped and gone on in another loop: the same bits."""
     whole = tiny_loop.loop(tmp_path, 9, **options)
     whole.run()
-    (tmp_path / snapshots.NAME).unlink()
+    (tmp_path / loop.SNAPSHOT).unlink()
     first = tiny_loop.loop(tmp_path, 9, **options)
     for _ in range(5):
         first._step()
@@ -188,7 +186,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     with pytest.raises(TrainingError, match=r"the loss is nan at step .*give a smaller lr than 0.001"):
         made.run()
     if made.rows:
-        assert (tmp_path / snapshots.NAME).exists()
+        assert (tmp_path / loop.SNAPSHOT).exists()
     assert all(torch.isfinite(p).all() for p in made.objective.network.parameters())
 
 
@@ -200,7 +198,7 @@ def test_a_snapshot_of_something_else_is_refused(tmp_path, name):
         TrainingError, match=rf"was made with {name} {identity[name]}, not other: give what .*steps.* may"
     ):
         tiny_loop.loop(tmp_path, 2, identity={**identity, name: "other"}).resume()
-    path = tmp_path / snapshots.NAME
+    path = tmp_path / loop.SNAPSHOT
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(TrainingError, match=r"cannot be read .*remove it, and train again"):
         tiny_loop.loop(tmp_path, 2, identity=identity).resume()
@@ -284,12 +282,15 @@ def test_minutes_count_what_came_before(tmp_path, monkeypatch, stopped, minutes,
     made = tiny_loop.loop(tmp_path, None, minutes=0.3)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: float(made.at.step))
 
-    def stop():
+    step = made._step
+
+    def stopping():
         if made.at.step == stopped:
             made._snapshot()
             raise KeyboardInterrupt
+        return step()
 
-    made._pace = stop
+    made._step = stopping
     with pytest.raises(KeyboardInterrupt):
         made.run()
     made = tiny_loop.loop(tmp_path, None, minutes=minutes)

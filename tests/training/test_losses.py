@@ -6,10 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.training import losses
-from outpace.training.losses import in_chunks, sequence_weights
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftHead, DraftVocabulary
+from outpace.training.objectives import losses
+from outpace.training.objectives.losses import in_chunks, sequence_weights
+from outpace.training.target import DraftHead, DraftVocabulary, TargetParts
 
 
 def pair(n=6, k=7, seed=0):

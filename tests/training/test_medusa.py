@@ -16,8 +16,8 @@ from outpace.drafters.learned.layouts import tensor_shapes
 from outpace.drafters.learned.medusa import filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.picks import likeliest
-from outpace.training.methods.medusa import NEVER, MedusaObjective
-from outpace.training.methods.parallel import best_prefix
+from outpace.training.objectives.medusa import NEVER, MedusaObjective
+from outpace.training.objectives.parallel import best_prefix
 from outpace.training.options import MedusaOptions
 from tests.training import small
 

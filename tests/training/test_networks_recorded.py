@@ -14,7 +14,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
-from outpace.training.methods.eagle import unroll
+from outpace.training.objectives.eagle import unroll
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from outpace.drafters.learned.layouts import tensor_shapes
 from outpace.drafters.learned.networks.parallel import BlockDraft, Context, ParallelNetwork
 from outpace.errors import ParameterError
-from outpace.training.methods.parallel import ParallelObjective, best_prefix
 from outpace.training.objective import TrainBatch
+from outpace.training.objectives.parallel import ParallelObjective, best_prefix
 from outpace.training.options import ParallelOptions
 from tests.training import small
 

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from outpace.training.data import Answer
-from outpace.training.devices import Team
-from outpace.training.loop import Loop
+from outpace.training.loop import Loop, Team
+from outpace.training.objective import Packing
 from outpace.training.options import EagleOptions, LoopOptions
-from outpace.training.packing import Packing
 from tests.training import eagle_helpers as tiny
 
 

@@ -197,7 +197,7 @@ def test_the_key_covers_what_a_cost_depends_on(model: Clocked, monkeypatch: pyte
         else:
             object.__setattr__(other.info, change, 77)
         paths.add(costs._path(other))
-    monkeypatch.setattr("outpace.models.processors.kind", lambda: ("another one", frozenset()))
+    monkeypatch.setattr("outpace.models.host.kind", lambda: ("another one", frozenset()))
     paths.add(costs._path(model))
     monkeypatch.setattr("outpace.common.version.__version__", "0.0.0")
     paths.add(costs._path(model))

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from outpace.errors import MemoryLimitError
-from outpace.models.memory import available_memory, free_memory, spare_memory
-from outpace.models.processors import cpu_quota, kind, physical_cores, usable_cores
+from outpace.models.host import (
+    available_memory,
+    cpu_quota,
+    free_memory,
+    kind,
+    physical_cores,
+    spare_memory,
+    usable_cores,
+)
 
 G = 1 << 30
 

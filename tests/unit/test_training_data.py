@@ -18,11 +18,9 @@ from outpace.engine.engine import Engine
 from outpace.errors import DataError, ParameterError
 from outpace.measure.prompts import PromptRow, read_prompts
 from outpace.models.fingerprint import ARITHMETIC, difference, identity
-from outpace.training import folder as folders
-from outpace.training.data import Answer, Answers, Columns
-from outpace.training.foreign import OPTIONS, import_answers
+from outpace.training import data as folders
+from outpace.training.data import IMPORTED, Answer, Answers, Columns, Writer, import_answers
 from outpace.training.generate import Plan, generate, hash_of, jobs
-from outpace.training.writer import Writer
 from tests.toy import ToyModel, ToyTokenizer
 
 PROMPTS = [
@@ -146,7 +144,7 @@ def test_tokens_are_counted_with_and_without_prompts(tmp_path: Path) -> None:
     assert found.token_counts(prompts=True).sum() == found.lengths().sum() == sum(len(a.tokens) for a in answers)
     part = found.select([3, 1])
     assert [a.id for a in part] == ["p3", "p1"]
-    assert part.prompt_lengths().tolist() == [2, 2]
+    assert [answer.prompt_length for answer in part] == [2, 2]
     assert part.token_counts(prompts=True).sum() == len(answers[3].tokens) + len(answers[1].tokens)
 
 
@@ -161,7 +159,7 @@ def test_a_folder_goes_on_only_as_it_began(tmp_path: Path) -> None:
         ("another target .*vocab size is 11", lambda: writer(out, Engine(ToyModel(13), size=2))),
         (
             "begun with made by generate",
-            lambda: Writer(out, model="toy", target=identity(toy().model), load={}, options=OPTIONS),
+            lambda: Writer(out, model="toy", target=identity(toy().model), load={}, options=IMPORTED),
         ),
         ("something else than training data", lambda: writer(tmp_path)),
         ("no folder of training data", lambda: Answers.open(tmp_path)),
@@ -251,7 +249,7 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest
 
 
 def imported(out: Path, *files: Path, said: list[str] | None = None) -> tuple[int, int]:
-    its = Writer(out, model="toy", target=identity(toy().model), load={}, options=OPTIONS, shard=2)
+    its = Writer(out, model="toy", target=identity(toy().model), load={}, options=IMPORTED, shard=2)
     return import_answers(files, its, temperature=0.5, max_length=6, say=(said if said is not None else []).append)
 
 

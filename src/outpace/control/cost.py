@@ -29,7 +29,7 @@ import numpy as np
 
 from outpace.common.files import cache_dir, write_json
 from outpace.errors import MemoryLimitError
-from outpace.models import processors
+from outpace.models import host
 from outpace.models.base import Batch
 
 if TYPE_CHECKING:
@@ -324,8 +324,8 @@ def _identity(model: Model) -> dict[str, Any]:
         "threads": model.threads,
         "instruction_set": model.isa,
         "machine": f"{platform.node()} {platform.machine()}",
-        "cpu": processors.kind()[0],
-        "cores": len(processors.allowed()),
+        "cpu": host.kind()[0],
+        "cores": len(host.allowed()),
         "clock": time.get_clock_info("perf_counter").implementation,
         "outpace": __version__,
     }

@@ -26,8 +26,8 @@ from outpace.drafters.spec import draft_models
 from outpace.engine.request import EngineKeywords, OwnKeywords, RequestKeywords, Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.models.base import ModelInfo
+from outpace.models.host import spare_memory
 from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
-from outpace.models.memory import spare_memory
 from outpace.models.options import LoadKeywords, LoadOptions
 from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
 

@@ -43,8 +43,8 @@ from outpace.integrations.transformers_calls import (
 )
 from outpace.integrations.transformers_rules import Processors, as_parameters, of_row
 from outpace.models.base import Model
+from outpace.models.host import spare_memory
 from outpace.models.load import live, unwrapped
-from outpace.models.memory import spare_memory
 from outpace.models.options import LoadOptions
 from outpace.models.torch.state import ModuleState
 from outpace.params import SamplingParams

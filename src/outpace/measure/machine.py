@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.models import processors
+from outpace.models import host
 
 if TYPE_CHECKING:
     from outpace.models.base import Model
@@ -16,9 +16,9 @@ _FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_i
 
 def cpu() -> dict[str, Any]:
     """Model, cores this process may use, and the instruction sets that matter here (none known outside Linux)."""
-    name, flags = processors.kind()
+    name, flags = host.kind()
     features = [feature for feature in _FEATURES if feature in flags]
-    return {"model": name, "cores": len(processors.allowed()), "features": features}
+    return {"model": name, "cores": len(host.allowed()), "features": features}
 
 
 def amx() -> dict[str, Any]:
@@ -45,13 +45,11 @@ def joules(domains: Path = Path("/sys/class/powercap")) -> float | None:
 
 def memory() -> dict[str, int | None]:
     """Bytes of memory, all and available; None where the system does not say."""
-    from outpace.models.memory import available_memory
-
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return {"total": None, "available": None}
-    return {"total": total, "available": available_memory()}
+    return {"total": total, "available": host.available_memory()}
 
 
 def team_of(model: Model) -> dict[str, Any] | None:

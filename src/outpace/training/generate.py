@@ -13,12 +13,11 @@ import numpy as np
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.measure.prompts import PromptRow, encode_turns
 from outpace.params import SamplingParams
-from outpace.training.data import Answer
+from outpace.training.data import Answer, Writer
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
-    from outpace.training.writer import Writer
 
 _AHEAD = 4  # requests that wait, so that no row does
 

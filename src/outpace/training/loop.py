@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from outpace.common.files import StrPath, write_bytes, write_json
+from outpace.common.files import StrPath, replacing, write_bytes, write_json
 from outpace.common.installing import install
-from outpace.errors import Argument, TrainingError
+from outpace.errors import Argument, ParameterError, TrainingError
+from outpace.models.load import torch_device
 from outpace.models.weights.q4_1 import BLOCK
-from outpace.training import snapshots
-from outpace.training.devices import Team, on_cpu
-from outpace.training.objective import Objective, Simulated
-from outpace.training.optimisers import Optimiser, schedule
-from outpace.training.options import LoopOptions
-from outpace.training.packing import Packing
+from outpace.training import packages
+from outpace.training.objective import CPU, Objective, Packing, Simulated
+from outpace.training.options import MAY_CHANGE, LoopOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,6 +124,274 @@ def replaced(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterat
             p.data = value
 
 
+# -- optimisers -------------------------------------------------------------------------------------------------------
+# torch.optim.Muon computes in bfloat16 alone: 4 times slower than float32 on AVX-512 without such products, 73 times on
+# AVX2. Making any torch.optim.Optimizer imports torch's compiler: a second, or eight from a cold disk.
+
+_BETAS = (0.9, 0.95)
+_MOMENTUM = 0.95
+State = dict[int, dict[str, Tensor]]  # by the parameter's number
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Near U V^T of ``matrix`` = U S V^T: singular values come to 0.7 .. 1.2, which is what Muon wants. Products are in
+    ``dtype``."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = (x / (x.norm() + 1e-7)).to(dtype)
+    for _ in range(5):
+        a = x @ x.T
+        b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, b, x, beta=3.4445)
+    x = x.to(matrix.dtype)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Muon:
+    """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), sized as AdamW's steps are (arXiv 2502.16982).
+
+    ``dtype``: of the iteration. torch.optim.Muon's is bfloat16, which is slow where the processor has no such products.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], weight_decay: float, dtype: torch.dtype) -> None:
+        self.params, self._decay, self._dtype = list(matrices), weight_decay, dtype
+        self.state: State = {}
+
+    def step(self, lr: float) -> None:
+        for i, matrix in enumerate(self.params):
+            if matrix.grad is None:
+                continue
+            if i not in self.state:
+                self.state[i] = {"momentum": torch.zeros_like(matrix)}
+            momentum = self.state[i]["momentum"]
+            momentum.lerp_(matrix.grad, 1 - _MOMENTUM)
+            update = orthogonal(matrix.grad.lerp(momentum, _MOMENTUM), self._dtype)
+            matrix.mul_(1 - lr * self._decay)
+            matrix.add_(update, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+class AdamW:
+    """AdamW (arXiv 1711.05101): torch's own step. ``groups``: parameters, and how their weights decay."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[Tensor], float]]) -> None:
+        self.params = [p for params, _ in groups for p in params]
+        self._sizes = [(len(params), decay) for params, decay in groups]
+        self.state: State = {}
+
+    def step(self, lr: float) -> None:
+        start = 0
+        for size, decay in self._sizes:
+            here = [i for i in range(start, start + size) if self.params[i].grad is not None]
+            start += size
+            for i in here:
+                if i not in self.state:
+                    param = self.params[i]
+                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[i] = {"step": torch.zeros((), device=param.device), **zeros}
+            first, second, steps = ([self.state[i][n] for i in here] for n in ("exp_avg", "exp_avg_sq", "step"))
+            adamw(
+                [self.params[i] for i in here], [grad for i in here if (grad := self.params[i].grad) is not None],
+                first, second, [], steps, fused=True, amsgrad=False, beta1=_BETAS[0], beta2=_BETAS[1], lr=lr,
+                weight_decay=decay, eps=1e-8, maximize=False,
+            )  # fmt: skip
+
+
+class Optimiser:
+    """One or two optimisers as one. ``kind``: "adamw", or "muon" (of matrices; AdamW has the vectors)."""
+
+    def __init__(
+        self, network: nn.Module, kind: str, lr: float, weight_decay: float, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.lr = lr
+        params = [p for p in network.parameters() if p.requires_grad]
+        matrices = [p for p in params if p.ndim == 2]
+        vectors = [p for p in params if p.ndim != 2]
+        self._parts: list[Muon | AdamW] = []
+        if kind == "muon":
+            self._parts = [Muon(matrices, weight_decay, dtype), AdamW([(vectors, 0.0)])]
+        else:
+            self._parts = [AdamW([(vectors, 0.0), (matrices, weight_decay)])]
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """One step at ``scale`` times the learning rate."""
+        for part in self._parts:
+            part.step(self.lr * scale)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [{"state": part.state} for part in self._parts]
+
+    def fits(self, state: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether ``state`` is of these optimisers, and of parameters of these numbers and shapes."""
+        if len(state) != len(self._parts):
+            return False
+        for part, saved in zip(self._parts, state, strict=True):
+            for i, own in saved["state"].items():
+                names = {"momentum"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+                if i >= len(part.params) or {*own} != names:
+                    return False
+                if any(v.ndim and v.shape != part.params[i].shape for v in own.values()):
+                    return False
+        return True
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        for part, saved in zip(self._parts, state, strict=True):
+            part.state = {
+                i: {name: value.to(part.params[i].device) for name, value in own.items()}
+                for i, own in saved["state"].items()
+            }
+
+
+def schedule(step: int, total: int, warm_up: int, least: float = 0.05, fall: float = 1.0) -> float:
+    """What the learning rate is multiplied with at ``step`` of ``total``, from 0: a linear rise, a constant, then half
+    a cosine over the last ``fall`` of the steps (1: all after the rise; 0: none)."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    begin = max(warm_up, total - round(fall * total))
+    done = min(max(step - begin, 0) / max(total - begin, 1), 1.0)
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+# Complete or not there, and refused beside anything else than what made them.
+
+SNAPSHOT = "snapshot.pt"
+_FORMAT = 1
+_HIDDEN = "steps_ttt"  # had a say in every snapshot of EAGLE's; in older ones another option of its name hid it
+
+
+def save_snapshot(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Write ``state`` (tensors and plain values). ``identity``: what has to be the same to go on. Raises OSError."""
+    buffer = io.BytesIO()
+    torch.save({"format": _FORMAT, "identity": dict(identity), "state": dict(state)}, buffer)
+    with replacing(folder / SNAPSHOT) as file:
+        file.write(buffer.getbuffer())
+
+
+def load_snapshot(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state that ``save_snapshot`` wrote last; None where there is none.
+
+    Raises TrainingError for a snapshot of other data, another target or another recipe (but for the options in
+    ``MAY_CHANGE``), and for one that is damaged.
+    """
+    path = folder / SNAPSHOT
+    if not path.exists():
+        return None
+    known, state = _read_snapshot(path)
+    if _HIDDEN in identity and _HIDDEN not in known:
+        raise TrainingError(
+            f"{path} does not record its {_HIDDEN}, which may not be {identity[_HIDDEN]}: begin with "
+            "its best drafter (", Argument("start"), f" {folder}), and give another folder as ", Argument("out"),
+        )  # fmt: skip
+    # An option that came after the snapshot was made had no say in it; older snapshots have some that are free now.
+    others = [name for name in sorted(known) if name not in MAY_CHANGE and known[name] != identity.get(name)]
+    if others:
+        what = ", ".join(f"{name} {known[name]}, not {identity.get(name)}" for name in others)
+        free = [part for name in MAY_CHANGE for part in (Argument(name), ", ")][:-1]
+        raise TrainingError(
+            f"{path} was made with {what}: give what it was made with (", *free, " may change), or another folder as ",
+            Argument("out"),
+        )  # fmt: skip
+    return dict(state)
+
+
+def optimiser_state(folder: Path, method: str) -> list[dict[str, Any]] | None:
+    """The optimiser's state at the end of the training of ``method`` that made the drafter in ``folder``; None where no
+    snapshot of one stayed. Raises TrainingError for one that is damaged."""
+    path = folder / SNAPSHOT
+    if not path.exists():
+        return None
+    known, state = _read_snapshot(path)
+    return list(state["optimiser"]) if known.get("method") == method else None
+
+
+def _read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Identity and state."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        known, state = found["identity"], found["state"]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(
+            f"{path} cannot be read ({error}): remove it, and train again or go on without it"
+        ) from error
+    if found.get("format") != _FORMAT:
+        raise TrainingError(f"{path} is of format {found.get('format')}, not {_FORMAT}: remove it and train again")
+    return known, state
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+# Where a training computes: the device, and the processes that ``accelerate launch`` or ``torchrun`` started. What is
+# drawn is drawn on the CPU everywhere, so that a device changes rounding only.
+
+
+def device_named(name: str) -> torch.device:
+    """``cpu``, ``cuda`` or ``cuda:N``. Raises ParameterError for others, and for a card that torch cannot use."""
+    remedy = "give cpu, or cuda where torch was built for the card"
+    device: torch.device = torch_device(torch, name, remedy)
+    if device.type not in ("cpu", "cuda"):
+        raise ParameterError(Argument("device", name), f": nothing is trained there, {remedy}")
+    return device
+
+
+def on_cpu(state: Any) -> Any:
+    """Mappings and lists with all of their tensors on the CPU; what is there already is not copied."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {name: on_cpu(value) for name, value in state.items()}
+    return [on_cpu(value) for value in state] if isinstance(state, list) else state
+
+
+class Team:
+    """``rank`` of ``size`` processes. Alone unless the environment says otherwise. ``device``: where this one computes:
+    of several cards, each process has its own."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._accelerator: Any = None
+        self.device = device
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            with packages():
+                from accelerate import Accelerator
+
+            self._accelerator = Accelerator(cpu=device.type == "cpu")
+            if device.type != "cpu":
+                self.device = self._accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._accelerator is None else int(self._accelerator.process_index)
+
+    @property
+    def size(self) -> int:
+        return 1 if self._accelerator is None else int(self._accelerator.num_processes)
+
+    def add_gradients(self, network: nn.Module) -> None:
+        """Every process gets the sum of all gradients."""
+        if self._accelerator is None:
+            return
+        params = [p for p in network.parameters() if p.requires_grad]
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in params])
+        flat = self._accelerator.reduce(flat, "sum")
+        for p, gradient in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = gradient.view_as(p).clone()
+
+    def add(self, numbers: Iterable[float]) -> list[float]:
+        """Sums over the processes."""
+        values: Tensor = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
+        if self._accelerator is not None:
+            values = self._accelerator.reduce(values, "sum")
+        return [float(value) for value in values]
+
+    def close(self) -> None:
+        """End the processes' group."""
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+            if torch.distributed.is_initialized():  # some versions of accelerate end it themselves
+                torch.distributed.destroy_process_group()
+            self._accelerator = None
+
+
+# -- loop -------------------------------------------------------------------------------------------------------------
+
 _MEASURED = (3, 10)  # steps from which and up to which the speed is measured for ``minutes``
 CURVE = "curve.json"
 PICTURE = "curve.png"
@@ -148,12 +417,12 @@ class Loop:
     """Trains ``objective`` on ``train``, keeps the best by simulated tokens per step on ``held_out`` in ``out``.
 
     ``identity``: data, target and recipe, which a snapshot has to share; ``target`` goes into the checkpoint.
-    ``say`` is called with a line now and then, ``pace`` after every step, and may wait.
+    ``say`` is called with a line now and then.
     """
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Objective[Any, Any],
         train: Packing,
         held_out: Packing,
         out: StrPath,
@@ -162,12 +431,10 @@ class Loop:
         target: Mapping[str, Any],
         team: Team,
         say: Callable[[str], None] = lambda line: None,
-        pace: Callable[[], None] = lambda: None,
     ) -> None:
         self.objective, self.train, self.held_out = objective, train, held_out
         self.out, self.options, self.identity, self.target = Path(out), options, dict(identity), dict(target)
         self.team, self._say = team, say if team.rank == 0 else lambda line: None
-        self._pace = pace
         self._draws = find_spec("matplotlib") is not None  # asked before the first step, used after the last
         self.optimiser = Optimiser(
             objective.network, options.optimiser, options.lr, options.weight_decay,
@@ -189,7 +456,7 @@ class Loop:
     def continue_from(self, folder: StrPath) -> None:
         """Take up the optimiser's state of the training that made the drafter in ``folder``, if it is there and is of
         such an optimiser and such weights. Raises TrainingError."""
-        state = snapshots.optimiser(Path(folder), self.identity["method"])
+        state = optimiser_state(Path(folder), self.identity["method"])
         self.at.continued = state is not None and self.optimiser.fits(state)
         if state is not None and self.at.continued:
             self.optimiser.restore(state)
@@ -203,7 +470,7 @@ class Loop:
         The length is that of this loop's options, the steps before counted in; the learning rate goes on as a training
         of that length has it at this step. ``minutes`` become steps by the speed so far.
         """
-        state = snapshots.load(self.out, self.identity)
+        state = load_snapshot(self.out, self.identity)
         if state is None:
             return False
         self.objective.network.load_state_dict(state["network"])
@@ -250,7 +517,6 @@ class Loop:
             elif self.team.rank == 0 and now - since_snapshot >= self.options.snapshot:
                 self._snapshot()
                 since_snapshot = time.perf_counter()
-            self._pace()
         return self.at
 
     def _step(self) -> dict[str, float]:
@@ -374,7 +640,7 @@ class Loop:
     def _snapshot(self) -> None:
         state = {"network": self.objective.network.state_dict(), "optimiser": self.optimiser.state()}
         state |= {"average": self.average} if self.average else {}
-        snapshots.save(self.out, self.identity, {**on_cpu(state), "at": asdict(self.at), "rows": self.rows})
+        save_snapshot(self.out, self.identity, {**on_cpu(state), "at": asdict(self.at), "rows": self.rows})
 
     def _report(self, figures: Mapping[str, float], speed: float) -> None:
         total = self.at.total

@@ -1,16 +1,32 @@
-"""The seam between the training loop and what is trained: a batch of packed sequences, an objective, its simulation."""
+"""The seam between the training loop and what is trained: batches of packed answers, an objective, its simulation.
+
+A greedy answer is what the target says after each of its own prefixes, so a draft is right where it equals the answer;
+and since nothing after a wrong token counts, feeding the answer's own tokens is the same as feeding the draft's: what a
+chain would have brought is known without running the target again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+
+from outpace.drafters.learned import checkpoint
+from outpace.errors import ParameterError
+from outpace.training.data import Answers
+from outpace.training.options import EagleOptions, MedusaOptions, Options, ParallelOptions
+from outpace.training.target import DraftHead, DraftVocabulary, TargetParts
+
+CPU = torch.device("cpu")
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,84 @@ class TrainBatch:
         )
 
 
+class States(Protocol):
+    """Where the target's hidden states come from: ``hidden_states.HiddenStateSource``."""
+
+    def plan(self, order: Sequence[int]) -> None:
+        """What will be asked for next, in order."""
+
+    def states(self, i: int) -> Tensor:
+        """[L, T + 1, h] of answer i."""
+
+    def close(self) -> None: ...
+
+
+class Packing:
+    """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
+
+    A prompt's positions weigh ``prompt_weight`` in the loss, those of a tail that repeats itself ``loop_weight``, an
+    answer's others 1. Order and seeds follow from ``seed`` and the epoch alone, so that training can go on anywhere.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        states: States,
+        budget: int,
+        longest: int,
+        prompt_weight: float,
+        seed: int,
+        device: torch.device = CPU,
+        loop_weight: float = 1.0,
+    ) -> None:
+        if longest > budget:
+            raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
+        self.answers, self._states = answers, states
+        self.budget, self.longest, self.prompt_weight, self.seed = budget, longest, prompt_weight, seed
+        self.loop_weight = loop_weight
+        self._device = device
+        self._lengths = np.minimum(answers.lengths(), longest)
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """Every answer once, in batches."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.answers))
+        return self.cut(order.tolist())
+
+    def cut(self, order: Sequence[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        room = 0
+        for i in order:
+            length = int(self._lengths[i])
+            if length > room:
+                batches.append([])
+                room = self.budget
+            batches[-1].append(i)
+            room -= length
+        return batches
+
+    def plan(self, batches: Sequence[Sequence[int]]) -> None:
+        """Say what ``batch`` will be asked for, so that states can be computed ahead."""
+        self._states.plan([i for batch in batches for i in batch])
+
+    def batches(self, members: Sequence[int] | None = None) -> Iterator[TrainBatch]:
+        """The answers ``members`` (None: all), batch by batch."""
+        groups = self.cut(range(len(self.answers)) if members is None else members)
+        self.plan(groups)
+        return (self.batch(group) for group in groups)
+
+    def batch(self, members: Sequence[int], seed: int = 0) -> TrainBatch:
+        """The answers ``members``, with their states."""
+        answers = [self.answers[i] for i in members]
+        states = [self._states.states(i)[: self.longest] for i in members]
+        first = [answer.prompt_length - 1 for answer in answers]
+        tokens = [answer.tokens[: self.longest] for answer in answers]
+        loops = None if self.loop_weight == 1 else [answer.loop_start() - 1 for answer in answers]
+        packed = TrainBatch.pack(
+            tokens, states, first, seed, self.prompt_weight, loops=loops, loop_weight=self.loop_weight
+        )
+        return packed.to(self._device)
+
+
 @dataclass(slots=True)
 class Simulated:
     """What drafting would have brought on recorded answers. Sums, so that batches add up."""
@@ -137,25 +231,93 @@ class Simulated:
         return [float(value) for value in self.right / np.maximum(self.tried, 1)]
 
 
+def walk(batch: TrainBatch, right: Flags, tried: Flags) -> Simulated:
+    """``right`` bool [N, k]: whether the chain drafted after entry i has its token s right; ``tried``: it exists.
+
+    A row begins with the prompt and one token, whose entry is the first in ``loss_mask``, and goes on by what was
+    accepted and one more, as serving does.
+    """
+    depth = right.shape[1]
+    accepted = np.logical_and.accumulate(right, 1).sum(1)
+    steps = tokens = 0
+    starting = np.zeros(len(batch), bool)
+    for first, end in pairwise(batch.starts):
+        begin = first + int(np.argmax(batch.loss_mask[first:end].cpu().numpy()))
+        starting[begin : end - 2] = True
+        at = begin
+        while at + 2 < end:
+            gained = min(int(accepted[at]) + 1, end - at - 2)
+            steps, tokens, at = steps + 1, tokens + gained, at + gained
+    before = np.arange(depth)[None, :] <= accepted[:, None]
+    asked = before & tried & starting[:, None]
+    return Simulated(steps, tokens, asked.sum(0), (asked & right).sum(0))
+
+
 # Folder; method, config and tensors as an objective exports them; the target's facts; the recipe.
 Write = Callable[[Path, str, Any, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], None]
 
+NetworkT = TypeVar("NetworkT", bound=nn.Module)
+OptionsT = TypeVar("OptionsT", bound=Options)
+HeadOptionsT = TypeVar("HeadOptionsT", bound=EagleOptions | MedusaOptions | ParallelOptions)
 
-class Objective(Protocol):
-    """A network and what it is trained for. ``write`` writes the checkpoint of what ``export`` gives."""
 
-    network: nn.Module
-    write: Write
+class Objective(ABC, Generic[NetworkT, OptionsT]):
+    """A kind of drafter in training: a network, what it is trained for, how it begins, and what follows the training.
 
+    Subclasses add ``begin(setup, options)``, which makes the objective with a network at its beginning.
+    """
+
+    network: NetworkT
+    options: OptionsT
+    write: Write = staticmethod(checkpoint.write)  # the checkpoint of what ``export`` gives
+
+    @classmethod
+    def layers(cls, options: OptionsT, count: int) -> tuple[int, ...]:
+        """The layers, of ``count``, whose outputs the network reads, beside the last one's."""
+        return ()
+
+    @classmethod
+    def vocabulary(cls, options: OptionsT) -> DraftVocabulary | None:
+        """The draft vocabulary where the options give one; None: the most frequent tokens."""
+        return None
+
+    @abstractmethod
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         """A scalar, the mean over sequences of each one's mean; and figures to print."""
 
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
-        """On answers that the target gave greedily: what a chain would have brought, of at most ``depth`` tokens."""
+    @abstractmethod
+    def simulate(self, batch: TrainBatch) -> Simulated:
+        """On answers that the target gave greedily: what a chain would have brought."""
 
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        """float64 [N, k]: sum min(p, q) at temperature 1, over all of the target's tokens, of the chain's token s after
-        entry i where the answer's own words are before it; 0 where the answer has no such token."""
-
+    @abstractmethod
     def export(self) -> tuple[str, Any, Mapping[str, Any]]:
         """Method, config and tensors (numpy, canonical names) of a checkpoint."""
+
+    def finish(self, out: Path, train: Packing, held_out: Packing) -> dict[str, float]:
+        """Complete the best checkpoint, in ``out``, when the training is over; figures to print."""
+        return {}
+
+    def close(self) -> None:
+        """Close what ``begin`` opened."""
+
+
+class HeadObjective(Objective[NetworkT, HeadOptionsT]):
+    """A drafter whose output layer is the target's, frozen, over a draft vocabulary."""
+
+    def __init__(
+        self,
+        network: NetworkT,
+        target: TargetParts,
+        vocabulary: DraftVocabulary,
+        options: HeadOptionsT,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """``target``: embedding, head and norm, all frozen. ``counts`` int64 [V]: how often each token occurs in the
+        training data; with them, the most frequent tokens are always candidates. Raises ParameterError."""
+        options.check()
+        self.network, self.target, self.options = network, target, options
+        self.draft_head = DraftHead(target, vocabulary, counts, options.candidates)
+
+    def export(self) -> tuple[str, Any, Mapping[str, Any]]:
+        """See ``Objective``."""
+        return self.options.method, self.network.config, self.draft_head.tensors(self.network)

@@ -97,8 +97,8 @@ class _Method:
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions(_Method):
-    """EAGLE-3.1: ``share`` of the anchors go on after the first unrolled step; see ``initial.initialise`` for ``init``;
-    ``start``: a drafter whose weights and vocabulary the training begins with instead."""
+    """EAGLE-3.1: ``share`` of the anchors go on after the first unrolled step; for ``init`` see
+    ``objectives.eagle.initialise``; ``start``: a drafter whose weights and vocabulary the training begins with."""
 
     method: ClassVar[str] = "eagle"
     steps_ttt: int = defined(3, "Entries that are unrolled in training.", Interval("[1, 16]"))

@@ -15,18 +15,15 @@ from outpace.common.allocator import keep_freed
 from outpace.drafters.learned.layouts import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
+from outpace.models.host import usable_cores
 from outpace.models.load import Source, resolve
 from outpace.models.options import LoadOptions
-from outpace.models.processors import usable_cores
 from outpace.training.data import Answers
-from outpace.training.devices import Team, device_named
-from outpace.training.loop import Loop
-from outpace.training.objective import Objective
+from outpace.training.hidden_states import HiddenStateSource
+from outpace.training.loop import Loop, Team, device_named
+from outpace.training.objective import Objective, Packing
 from outpace.training.options import MAY_CHANGE, LoopOptions
-from outpace.training.packing import Packing
-from outpace.training.states import HiddenStateSource
-from outpace.training.target import TargetParts, TargetWeights
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary, TargetParts, TargetWeights
 
 I64 = np.typing.NDArray[np.int64]
 DRAFT_VOCAB = 8192  # most tokens that can be drafted, where nothing says how many
@@ -36,7 +33,7 @@ DRAFT_VOCAB = 8192  # most tokens that can be drafted, where nothing says how ma
 class Run:
     """A training of any method: on the folder ``data``, into ``out``. ``model``: the target (None: as the data names
     it); ``threads``: None: the cores; ``device``: where the network is trained; ``say`` is called with a line now and
-    then; ``pace`` is called after every step, and may wait; ``split``: the answers to train on, and those to judge on.
+    then.
     """
 
     data: Path
@@ -46,8 +43,6 @@ class Run:
     threads: int | None = None
     device: str = "cpu"
     say: Callable[[str], None] = lambda line: None
-    pace: Callable[[], None] = lambda: None
-    split: Callable[[Answers, LoopOptions], tuple[Answers, Answers]] = lambda answers, options: split(answers, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class Setup:
     def device(self) -> torch.device:
         return self.team.device
 
-    def loop(self, method: str, objective: Objective, recipe: Mapping[str, Any]) -> Loop:
+    def loop(self, method: str, objective: Objective[Any, Any], recipe: Mapping[str, Any]) -> Loop:
         """A loop that is ready to run. ``recipe``: the method's own, which a snapshot has to share, beside data,
         target and the loop's options."""
         run = self.run
@@ -86,7 +81,7 @@ class Setup:
         assert not (hidden := {*recipe} & {*shared} - {"hidden_layers"}), f"{hidden} means two things in a recipe"
         return Loop(
             objective, self.train, self.held_out, run.out, run.options, {**recipe, **shared}, self.answers.target,
-            self.team, run.say, run.pace,
+            self.team, run.say,
         )  # fmt: skip
 
 
@@ -118,7 +113,7 @@ def prepared(
         stack.callback(team.close)
         weights = TargetWeights(source)
         layers = hidden_layers(weights.decoder.layers)
-        train, held_out = run.split(answers, settings)
+        train, held_out = split(answers, settings)
         states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None or settings.draft_vocab is not None:

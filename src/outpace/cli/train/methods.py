@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import Common
-from outpace.cli.train.shared import say
+from outpace.cli.train.data import say
 from outpace.common.parameter import REQUIRED, defined
 from outpace.errors import ParameterError
 from outpace.training import packages
@@ -59,14 +59,14 @@ def distil(place: Place, options: DistilOptions, loop: LoopOptions, common: Comm
 def _train(place: Place, options: Options, settings: LoopOptions, common: Common) -> int:
     """Run a training to its end, and print what came of it."""
     with packages():
-        from outpace.training.methods import finish, open_run
-    from outpace.training.folder import read_meta
+        from outpace.training.loop import SNAPSHOT
+        from outpace.training.objectives import finish, open_run
+    from outpace.training.data import read_meta
     from outpace.training.setup import Run
-    from outpace.training.snapshots import NAME
 
-    if not place.resume and (place.out / NAME).exists():
+    if not place.resume and (place.out / SNAPSHOT).exists():
         raise ParameterError(f"{place.out} has a training that can go on: give --resume, or another folder as --out")
-    if place.resume and not (place.out / NAME).exists():
+    if place.resume and not (place.out / SNAPSHOT).exists():
         say(f"{place.out} has no snapshot to go on from: beginning")
     begun = time.perf_counter()
     run = Run(place.data, place.out, settings, place.model, place.threads, place.device, say)

@@ -16,9 +16,9 @@ from outpace.common.arrays import I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, KVCache, Model, ModelInfo
+from outpace.models.host import usable_cores
 from outpace.models.native.build import build_weights, kv_bytes, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
-from outpace.models.processors import usable_cores
 from outpace.models.weights.gguf import GGUFFile
 
 

@@ -25,7 +25,7 @@ from outpace.common.files import StrPath, cache_dir
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.common.version import __version__
 from outpace.errors import ParameterError
-from outpace.models.memory import available_memory
+from outpace.models.host import available_memory
 from outpace.models.native import packed
 
 log = logging.getLogger(__name__)

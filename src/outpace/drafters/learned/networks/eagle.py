@@ -1,7 +1,7 @@
 """EAGLE-3's network with the norms of 3.1 (arXiv 2503.01840, 2605.09992): one decoder layer over token and features.
 
-Training unrolls it (training/methods/eagle.py). Its parameters have the names of speculators 0.9, so ``state_dict()``
-is what a checkpoint holds, less the head.
+Training unrolls it (training/objectives/eagle.py). Its parameters have the names of speculators 0.9, so that
+``state_dict()`` is what a checkpoint holds, less the head.
 
 Drafting, on the CPU and on cards: one layer, so what stands behind an entry needs no more of it than its key and value;
 attention, feed-forward and head are computed for a row's last entry and for drafted nodes alone. Which tokens become

@@ -1,9 +1,10 @@
-"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about"""
+"""Medusa-1's objective (arXiv 2401.10774), and what its heads' measured accuracy says about trees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path as Folder
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +15,18 @@ from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned.layouts import MedusaConfig
 from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
-from outpace.training import losses
-from outpace.training.loop import Loop
-from outpace.training.losses import in_chunks, sequence_weights
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import HeadObjective, Packing, Simulated, TrainBatch, walk
+from outpace.training.objectives import losses
+from outpace.training.objectives.losses import in_chunks, sequence_weights
 from outpace.training.options import MedusaOptions
 from outpace.training.setup import Setup
-from outpace.training.simulate import walk
 
 _MEASURED = 40_000  # tokens of training answers that the tree is searched on
 _ROWS = 128  # positions whose logits are held at a time
 NEVER = 1 << 30  # the rank of what is no candidate
 
 
-class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
+class MedusaObjective(HeadObjective[MedusaNetwork, MedusaOptions]):
     """See ``Objective``. Chains are simulated; ``find_tree`` searches a tree."""
 
     @classmethod
@@ -68,20 +66,9 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
         agree = (facts[..., 1] * counts).sum(0) / counts.sum(0).clamp_min(1)
         return total, {"cross_entropy": float(cross)} | {f"agree{k}": float(a) for k, a in enumerate(agree)}
 
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         ranks = self.ranks(batch)
-        return walk(batch, (ranks == 0)[:, :depth], self._tried(batch)[:, :depth])
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        index, _ = self._wanted(batch)
-        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
-        states = self.network(self.target.norm(batch.states[:, -1]))
-        heads = [
-            losses.head_acceptance(states[:, k], self.draft_head.head, None, p[at]) for k, at in enumerate(index.T)
-        ]
-        overlaps: np.ndarray = torch.stack(heads, 1).double().cpu().numpy() * self._tried(batch)
-        return overlaps
+        return walk(batch, (ranks == 0), self._tried(batch))
 
     def simulate_tree(self, batch: TrainBatch, tree: tuple[Path, ...]) -> Simulated:
         """As ``simulate``, with a tree. Its steps count as a chain's of the depth that is accepted."""
@@ -95,23 +82,23 @@ class MedusaObjective(HeadMethod[MedusaNetwork, MedusaOptions]):
         gain = gains_of_ranks(np.concatenate(ranks))
         return search(gain, self.options.nodes, self.network.config.heads, self.options.ranks)
 
-    def finish(self, loop: Loop) -> dict[str, float]:
+    def finish(self, out: Folder, train: Packing, held_out: Packing) -> dict[str, float]:
         """Search the best checkpoint's tree on answers that it was trained on, and write it again with the tree.
 
         What the tree is worth is measured on held-out answers, so not on those that it was chosen by.
         """
-        best = checkpoint.read(loop.out)
+        best = checkpoint.read(out)
         self.network.load_state_dict({name: torch.from_numpy(best.tensors[name]) for name in self.network.state_dict()})
         members, tokens = list[int](), 0
-        for group in loop.train.cut(range(len(loop.train.answers))):
+        for group in train.cut(range(len(train.answers))):
             members += group
-            tokens += int(loop.train.answers.lengths()[group].sum())
+            tokens += int(train.answers.lengths()[group].sum())
             if tokens >= _MEASURED:
                 break
-        tree = self.find_tree(loop.train.batches(members))
+        tree = self.find_tree(train.batches(members))
         method, config, tensors = self.export()
-        checkpoint.write(loop.out, method, replace(config, tree=tree), tensors, best.target, best.recipe)
-        found = [self.simulate_tree(batch, tree) for batch in loop.held_out.batches()]
+        checkpoint.write(out, method, replace(config, tree=tree), tensors, best.target, best.recipe)
+        found = [self.simulate_tree(batch, tree) for batch in held_out.batches()]
         return {"tree_tokens_per_step": sum(found[1:], found[0]).tokens_per_step}
 
     @torch.no_grad()

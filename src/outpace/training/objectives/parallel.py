@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +16,19 @@ from torch import Tensor
 from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
-from outpace.training import losses
 from outpace.training.hidden_states import default_layers
-from outpace.training.loop import Loop
-from outpace.training.losses import in_chunks, sequence_weights
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import HeadObjective, Packing, Simulated, TrainBatch, walk
+from outpace.training.objectives import losses
+from outpace.training.objectives.losses import in_chunks, sequence_weights
 from outpace.training.options import ParallelOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
 
 _COST = 0.1  # of a plain step: what verifying a token more is taken to cost where the confidence cuts drafts
 _ANCHORS = 32  # blocks whose logits are held at a time
 _TOGETHER = 512  # blocks that are drafted at a time
 
 
-class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
+class ParallelObjective(HeadObjective[ParallelNetwork, ParallelOptions]):
     """See ``Objective``."""
 
     @classmethod
@@ -51,10 +49,10 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
         network = ParallelNetwork(config, setup.run.options.seed).to(setup.device)
         return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
 
-    def finish(self, loop: Loop) -> dict[str, float]:
+    def finish(self, out: Path, train: Packing, held_out: Packing) -> dict[str, float]:
         """What the network is worth on held-out answers where its confidence cuts drafts, and the mean of tokens that
         are drafted then."""
-        pieces = [self.simulate_prefixes(batch, _COST) for batch in loop.held_out.batches()]
+        pieces = [self.simulate_prefixes(batch, _COST) for batch in held_out.batches()]
         found = [simulated for simulated, _, _ in pieces]
         drafted, starts = sum(tokens for _, tokens, _ in pieces), sum(starts for _, _, starts in pieces)
         total = sum(found[1:], found[0])
@@ -124,23 +122,9 @@ class ParallelObjective(HeadMethod[ParallelNetwork, ParallelOptions]):
             figures["confidence"] = float((missed.detach() * counts).sum() / counts.sum().clamp_min(1))
         return total, figures
 
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         right, tried, _ = self._tried(batch)
-        return walk(batch, right[:, :depth], tried[:, :depth])
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
-        found = torch.zeros(len(batch), self.network.slots, device=batch.device)
-        for at in self._starts(batch):
-            index, there = self._slots(batch, at)
-            normed = self._normed(batch, at)
-            logits, before = normed @ self.draft_head.head.T, self.network.before(batch.tokens[index])
-            if before is not None and self.network.markov_head is not None:
-                logits += self.network.markov_head.markov_w2(before)
-            found[at - 1] = losses.acceptance(logits, p[index]) * there
-        overlaps: np.ndarray = found.double().cpu().numpy()
-        return overlaps
+        return walk(batch, right, tried)
 
     def simulate_prefixes(self, batch: TrainBatch, cost: float) -> tuple[Simulated, int, int]:
         """As ``simulate``, with the prefix that the confidence makes worth verifying where a token more in a draft

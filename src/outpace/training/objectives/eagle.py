@@ -18,7 +18,8 @@ from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.layers import rotate
 from outpace.errors import ParameterError
 from outpace.training.hidden_states import default_layers
-from outpace.training.losses import (
+from outpace.training.objective import HeadObjective, Simulated, TrainBatch, walk
+from outpace.training.objectives.losses import (
     expected_length,
     frozen_head_loss,
     head_acceptance,
@@ -26,13 +27,9 @@ from outpace.training.losses import (
     sequence_weights,
     widened,
 )
-from outpace.training.methods.base import HeadMethod
-from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.options import LENGTH, EagleOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
-from outpace.training.target import TargetParts, TargetWeights
-from outpace.training.vocabulary import Candidates, DraftVocabulary
+from outpace.training.target import Candidates, DraftVocabulary, TargetParts, TargetWeights
 
 # -- unroll -----------------------------------------------------------------------------------------------------------
 # EAGLE unrolled for training: attention of a training-time test, written out with its gradient.
@@ -277,7 +274,7 @@ def _fit(network: EagleNetwork, hidden_states: Tensor, wanted: Tensor) -> None:
 _SAMPLE = 20_000  # tokens whose states the initialisation is fitted to
 
 
-class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
+class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
     """See ``Objective``."""
 
     @classmethod
@@ -370,31 +367,21 @@ class EagleObjective(HeadMethod[EagleNetwork, EagleOptions]):
         return [slope[at, s] for s, (at, _, _) in enumerate(steps)], torch.dot(each[first], count - kept)
 
     @torch.no_grad()
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         right = torch.zeros(len(batch), self.options.depth, dtype=torch.bool, device=batch.device)
         tried = torch.zeros_like(right)
         for s, (kept, normed) in enumerate(self._chain(batch)):
             best = torch.cat([(part @ self.draft_head.head.T).argmax(-1) for part in normed.split(256)] or [kept])
             right[kept, s] = self.draft_head.ids[best] == batch.tokens[kept + s + 2]
             tried[kept, s] = True
-        return walk(batch, right[:, :depth].cpu().numpy(), tried[:, :depth].cpu().numpy())
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        p = self.target.probabilities(batch.states[:, -1], self.draft_head.ids)
-        found = torch.zeros(len(batch), self.options.depth, device=batch.device)
-        for s, (kept, normed) in enumerate(self._chain(batch)):
-            found[kept, s] = head_acceptance(normed, self.draft_head.head, None, p[kept + s + 1])
-        overlaps: np.ndarray = found.double().cpu().numpy()
-        return overlaps
+        return walk(batch, right.cpu().numpy(), tried.cpu().numpy())
 
     def _chain(self, batch: TrainBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each step s: the entries [m] after which the answer has a token s, and what is put out there [m, h]."""
-        depth = self.options.depth
         ends = batch.ends
         every = torch.arange(len(batch), device=batch.device)
         # A draft beyond the answer's end is neither right nor wrong: it is not tried.
-        anchors = [every[every + s + 2 <= ends] for s in range(depth)]
+        anchors = [every[every + s + 2 <= ends] for s in range(self.options.depth)]
         outputs = unroll(
             self.network, batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts,
             anchors,

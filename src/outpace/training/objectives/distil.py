@@ -22,14 +22,11 @@ from outpace.models.load import Source
 from outpace.models.weights import safetensors
 from outpace.text.tokenizer import Tokenizer
 from outpace.training.hidden_states import forward_states, open_target
-from outpace.training.losses import LOSSES, acceptance, in_chunks, sequence_weights
-from outpace.training.methods.base import Method
-from outpace.training.objective import Simulated, TrainBatch
+from outpace.training.objective import Objective, Simulated, TrainBatch, walk
+from outpace.training.objectives.losses import LOSSES, in_chunks, sequence_weights
 from outpace.training.options import DistilOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.simulate import walk
-from outpace.training.target import TargetParts
-from outpace.training.vocabulary import DraftVocabulary
+from outpace.training.target import DraftVocabulary, TargetParts
 
 # -- student ----------------------------------------------------------------------------------------------------------
 # A small Llama, as a draft model of its own: distilled from the target, served like any other model.
@@ -183,7 +180,7 @@ class NativeTeacher:
         self.model.close()
 
 
-class DistilObjective(Method[Student, DistilOptions]):
+class DistilObjective(Objective[Student, DistilOptions]):
     """See ``Objective``. ``vocabulary``: the loss covers these tokens alone, with both distributions renormalised
     (None: all). ``teacher``: needed for sequences that the student continues."""
 
@@ -247,25 +244,14 @@ class DistilObjective(Method[Student, DistilOptions]):
         return total, {name: missed, "agree0": agree}
 
     @torch.no_grad()
-    def simulate(self, batch: TrainBatch, depth: int | None = None) -> Simulated:
+    def simulate(self, batch: TrainBatch) -> Simulated:
         """One forward says it for all starts: up to its first wrong token, a chain's prefix is the answer's own."""
         normed = self.network(batch.tokens, batch.position, batch.starts)
         best = torch.cat([(part @ self.network.lm_head.T).argmax(-1) for part in normed.split(_ROWS)])
         hits = best[:-1] == batch.tokens[1:]  # after position i, token i + 1
         reach, tried = self._reach(batch)
         right = tried & hits[reach.clamp_max(len(batch) - 2)]
-        return walk(batch, right[:, :depth].cpu().numpy(), tried[:, :depth].cpu().numpy())
-
-    @torch.no_grad()
-    def overlaps(self, batch: TrainBatch) -> np.ndarray:
-        normed = self.network(batch.tokens, batch.position, batch.starts)
-        each = torch.cat([
-            acceptance(part @ self.network.lm_head.T, self.target.probabilities(states))
-            for part, states in zip(normed.split(_ROWS), batch.states[:, -1].split(_ROWS), strict=True)
-        ])  # fmt: skip
-        reach, tried = self._reach(batch)
-        found: np.ndarray = (each[reach.clamp_max(len(batch) - 1)] * tried).double().cpu().numpy()
-        return found
+        return walk(batch, right.cpu().numpy(), tried.cpu().numpy())
 
     def _reach(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """[N, k]: the position after which the chain of entry i says token s, which begins after i + 1; whether the
@@ -368,7 +354,7 @@ def write_model(
 ) -> None:
     """A model folder in Hugging Face's layout, bfloat16; config.json last, so that it is whole or none.
 
-    ``method``, ``target`` and ``recipe`` go beside it: see ``loop.Write``. Raises OSError.
+    ``method``, ``target`` and ``recipe`` go beside it: see ``objective.Write``. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)

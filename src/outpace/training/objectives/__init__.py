@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from outpace.training.loop import Loop
-from outpace.training.methods.base import Method
-from outpace.training.methods.distil import DistilObjective
-from outpace.training.methods.eagle import EagleObjective
-from outpace.training.methods.medusa import MedusaObjective
-from outpace.training.methods.parallel import ParallelObjective
+from outpace.training.objectives.distil import DistilObjective
+from outpace.training.objectives.eagle import EagleObjective
+from outpace.training.objectives.medusa import MedusaObjective
+from outpace.training.objectives.parallel import ParallelObjective
 from outpace.training.options import DistilOptions, EagleOptions, MedusaOptions, Options, ParallelOptions
 from outpace.training.setup import Run, prepared
 
@@ -39,5 +38,4 @@ def open_run(run: Run, options: Options) -> Iterator[Loop]:
 
 def finish(loop: Loop) -> dict[str, float]:
     """Complete the best checkpoint of a training that is over; figures to print."""
-    assert isinstance(loop.objective, Method)
-    return loop.objective.finish(loop)
+    return loop.objective.finish(loop.out, loop.train, loop.held_out)

@@ -1,1 +1,0 @@
-"""The networks of learned drafters, in torch."""
