@@ -6,14 +6,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import outpace
-from outpace.common.parameter import definitions
 
 API = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -78,6 +77,6 @@ def test_it_is_described(name: str) -> None:
         assert inspect.getdoc(made), f"{name}.{label} has no docstring"
         words = set(re.findall(r"\w+", " ".join(re.findall(r"``([^`]+)``", text(made, owner, set())))))
         if made is owner and is_dataclass(owner):  # docs/api.md has the table of its definitions
-            words |= {name for name, definition in definitions(owner).items() if definition.meaning}
+            words |= {each.name for each in fields(owner) if "definition" in each.metadata}
         missing += [f"{label}({parameter})" for parameter in parameters(made) if parameter not in words]
     assert not missing, f"{name} does not describe {', '.join(missing)}"
