@@ -27,15 +27,33 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
     }
 }
 
+Experts experts_of(const nb::dict& d) {
+    Experts e{};
+    read<int, Experts>(d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
+    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}});
+    read<float, Experts>(d, e, {{"least_total", &Experts::least_total}, {"scale", &Experts::scale}});
+    read<Matrix, Experts>(
+        d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
+    read<std::vector<float>, Experts>(d, e,
+        {{"router_bias", &Experts::router_bias}, {"choice_bias", &Experts::choice_bias}, {"gate_bias", &Experts::gate_bias},
+            {"up_bias", &Experts::up_bias}, {"down_bias", &Experts::down_bias}});
+    const std::string score = nb::cast<std::string>(d["score"]);
+    if (score != "softmax" && score != "sigmoid" && score != "of_chosen") throw std::invalid_argument("unknown score '" + score + "'");
+    e.score = score == "softmax" ? Score::Softmax : score == "sigmoid" ? Score::Sigmoid : Score::OfChosen;
+    return e;
+}
+
 Layer layer_of(const Named& d) {
-    Layer l;
+    Layer l{};
+    if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
             {"down", &Layer::down}});
     read<std::vector<float>, Layer>(d, l,
         {{"attn_norm", &Layer::attn_norm}, {"post_attn_norm", &Layer::post_attn_norm}, {"ffn_norm", &Layer::ffn_norm},
             {"post_ffn_norm", &Layer::post_ffn_norm}, {"q_norm", &Layer::q_norm}, {"k_norm", &Layer::k_norm}, {"q_bias", &Layer::q_bias},
-            {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm}});
+            {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm},
+            {"sinks", &Layer::sinks}});
     read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
     read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}});
     return l;
@@ -52,8 +70,10 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
-    if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("unknown activation '" + activation + "'");
-    config.activation = activation == "silu" ? Activation::Silu : Activation::GeluTanh;
+    if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu") throw std::invalid_argument("unknown activation '" + activation + "'");
+    config.activation = activation == "silu"        ? Activation::Silu
+                        : activation == "gelu_tanh" ? Activation::GeluTanh
+                                                    : Activation::ClampedSilu;
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;

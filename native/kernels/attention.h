@@ -22,10 +22,11 @@ struct Merged {
     alignas(64) float peak[kMaxQueries], total[kMaxQueries], keep[kMaxQueries], take[kMaxQueries];
     const int queries;
 
-    explicit Merged(int n) : queries(n) {
+    // A sink is there before all blocks, as one that has no values.
+    explicit Merged(const AttentionJob& job) : queries(job.queries) {
         for (int i = 0; i < queries; i += 16) {
-            store(peak + i, set1(-INFINITY));
-            store(total + i, zero());
+            store(peak + i, job.sinks ? load_some(job.sink + i, queries - i, -INFINITY) : set1(-INFINITY));
+            store(total + i, job.sinks ? set1(1.0f) : zero());
         }
     }
     void add(const float* block_peak, const float* block_total) {
@@ -55,7 +56,7 @@ struct Attention {
     const AttentionJob& job;
     const int dim = job.dim_padded, row = job.dim_padded * element_bytes(type);
     const bool whole = job.parts[0] == nullptr;
-    Merged merged{job.queries};
+    Merged merged{job};
     int base;  // the block's first position
     // What each query sees of the block, and from where on it looks up its slots along its path. Queries that see nothing are
     // left out below.
@@ -261,7 +262,7 @@ static void attention(const AttentionJob& job) {
 
 // The blocks that several jobs left in `parts`, merged as one job would have.
 static void merge_parts(const AttentionJob& job) {
-    Merged merged(job.queries);
+    Merged merged(job);
     int first = job.position[0], last = 0;
     for (int i = 0; i < job.queries; ++i) {
         last = job.position[i] > last ? job.position[i] : last;

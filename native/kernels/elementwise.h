@@ -41,8 +41,15 @@ static void rotate(float* x, const float* cosines, const float* sines, int half,
 static void gate(Activation activation, const float* g, const float* up, int n, float* out) {
     if (activation == Activation::Silu)
         for (int i = 0; i < n; i += 16) store(out + i, mul(silu(load(g + i)), load(up + i)));
-    else
+    else if (activation == Activation::GeluTanh)
         for (int i = 0; i < n; i += 16) store(out + i, mul(gelu_tanh(load(g + i)), load(up + i)));
+    else  // gpt-oss's: (up + 1) g sigmoid(1.702 g), g at most 7 and up from -7 to 7
+        for (int i = 0; i < n; i += 16) {
+            const F a = load(g + i), b = load(up + i);
+            const F x = select(is_nan(a), a, min(a, set1(7.0f)));
+            const F y = select(is_nan(b), b, min(max(b, set1(-7.0f)), set1(7.0f)));
+            store(out + i, mul(add(y, set1(1.0f)), div(x, add(set1(1.0f), exp(mul(x, set1(-1.702f)))))));
+        }
 }
 
 // 16 values as int8: q = round(x * 127 / max|x|), with their scale and their sum.

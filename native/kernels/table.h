@@ -14,7 +14,7 @@ namespace outpace {
 // tests/integration/golden.json is then made anew.
 constexpr int kArithmetic = 1;
 
-enum class Activation { Silu, GeluTanh };
+enum class Activation { Silu, GeluTanh, ClampedSilu };  // the last one: see gate in elementwise.h
 
 enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
 
@@ -37,6 +37,8 @@ struct AttentionJob {
     int first[kMaxQueries];           // first visible position (sliding window), else 0
     const int32_t* path[kMaxQueries]; // slots of positions cached, cached + 1, ... (a tree's ancestors and the query
                                       // itself), or null: the slot is the position
+    bool sinks;                       // whether each query's softmax has one logit more, which has no value
+    float sink[kMaxQueries];
     int cached;                       // positions below this stand in their own slots
     const uint8_t* const* blocks;     // KV blocks of the row
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block

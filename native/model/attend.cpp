@@ -80,6 +80,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     job.dim_padded = padded;
     job.type = m_.kv_.shape().type;
     job.part_stride = padded + 16;
+    job.sinks = !l.sinks.empty();
     const int jobs = static_cast<int>(m_.jobs_.size());
     for (int j = next.fetch_add(1, std::memory_order_relaxed), after; j < jobs; j = after) {
         after = next.fetch_add(1, std::memory_order_relaxed);
@@ -101,6 +102,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             job.q[i] = s_.rotated.get() + at * padded;
             job.out[i] = s_.attended.get() + at * padded;
             job.position[i] = tok.position;
+            if (job.sinks) job.sink[i] = l.sinks[static_cast<size_t>(head)];
             job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
             job.path[i] = m_.plan_.path(tok);
             const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;

@@ -60,18 +60,18 @@ bool Model::Run::layer(Seat& me, int index) {
 
     const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
-        add_back(me, t, l.post_attn_norm, l.o_bias, l.o.out_padded());
-        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
+        add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
+        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up});
     }
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm2);
 
+    if (l.experts.count > 0) return mixture(me, l, index);
     gate_up(me, l, index);
     if (!meet(me)) return false;
     clock(me, kGateUp);
 
-    share(me, kClaimDown, index, l.down.blocks,
-        [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
+    down(me, l, index);
     if (!meet(me)) return false;
     clock(me, kDown);
     return true;

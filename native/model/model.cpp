@@ -54,6 +54,7 @@ Model::Model(
       kernels_(kernels),
       scratch_(runtime_->scratch()),
       kv_({static_cast<int>(weights_->layers.size()), weights_->config.kv_heads, weights_->config.head_dim, kv_type}, kv_limit),
+      routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
@@ -73,9 +74,18 @@ void Model::fit_scratch() {
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up}) input(*m);
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up})
+            if (m->data) input(*m);
+        if (const Experts& e = l.experts; e.count > 0) {
+            const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
+            s.router.need(chunk(e.router.out_padded()));
+            s.pairs_in.need(e.down.acts(), e.down.groups, static_cast<int>(pairs));
+            s.pairs.need(pairs * static_cast<size_t>(e.down.out_padded() / e.count));
+            for (ActBuffer& gathered : s.gathered)
+                for (const Matrix* m : {&e.gate, &e.up}) gathered.need(m->acts(), m->groups, kGather);
+        }
         s.heads.need(l.o.acts(), l.o.groups);
-        s.middle.need(l.down.acts(), l.down.groups);
+        if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
         s.q.need(chunk(l.q.out_padded()));
         s.k.need(chunk(l.k.out_padded()));
         s.v.need(chunk(l.v.out_padded()));

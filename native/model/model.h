@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "model/experts.h"
 #include "model/plan.h"
 #include "model/weights.h"
 #include "runtime/kv.h"
@@ -131,8 +132,9 @@ private:
     Plan plan_;
     std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
+    std::vector<Routes> routes_;  // of each thread, which all find the same
     std::vector<std::atomic<int>> next_job_;  // one a layer
-    enum Claim { kClaimQkv, kClaimOutput, kClaimGateUp, kClaimDown, kClaims };  // products that threads claim stretches of
+    enum Claim { kClaimQkv, kClaimOutput, kClaimRouter, kClaimGateUp, kClaimExperts, kClaimDown, kClaimExpertsDown, kClaims };  // products that threads claim stretches of
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
     BufferPool logits_pool_;
     bool timing_ = false;

@@ -69,6 +69,7 @@ private:
         std::fill(line + filled, line + m_.hidden_stride_, 0.0f);
         unsigned done = 0;
         for (const Matrix* m : ms) {
+            if (!m->data) continue;
             const unsigned bit = 1u << static_cast<unsigned>(m->acts());
             if (done & bit) continue;
             done |= bit;
@@ -86,9 +87,8 @@ private:
         encode_line(me, 2 * c_.hidden, n_, t, {&l.q, &l.k, &l.v});
     }
 
-    // x += y, y normed and scaled first where the model does that.
-    void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, int stride) {
-        const float* y = s_.y.get() + static_cast<size_t>(t) * stride;
+    // x += y [hidden], y normed and scaled first where the model does that; y may be the thread's line.
+    void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, const float* y) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         if (!bias.empty()) {
             std::memcpy(line, y, static_cast<size_t>(c_.hidden) * 4);
@@ -105,6 +105,8 @@ private:
         }
         k_.add(x(me, t), y, c_.hidden);
     }
+
+    const float* product_of(int t, const Matrix& m) const { return s_.y.get() + static_cast<size_t>(t) * static_cast<size_t>(m.out_padded()); }
 
     void keep_hidden(const Seat& me, int t, int layer) {
         if (batch_.hidden_layers.empty() || (solo_ && me.rank != 0)) return;
@@ -130,7 +132,7 @@ private:
             return;
         }
         const Layer& before = m_.weights_->layers[static_cast<size_t>(l - 1)];
-        add_back(me, t, before.post_ffn_norm, {}, before.down.out_padded());
+        add_back(me, t, before.post_ffn_norm, {}, before.experts.count > 0 ? mixed(me, t, before) : product_of(t, before.down));
         keep_hidden(me, t, l - 1);
     }
 
@@ -199,6 +201,18 @@ private:
     }
 
     void gate_up(const Seat& me, const Layer& l, int index);
+    void down(const Seat& me, const Layer& l, int index) {
+        share(me, kClaimDown, index, l.down.blocks, [&](int begin, int end) {
+            k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded());
+        });
+    }
+
+    // Of a mixture of experts; experts.cpp.
+    bool mixture(Seat& me, const Layer& l, int index);
+    const uint8_t* gathered(const Seat& me, const Matrix& m, const int* tokens, int count);
+    void expert_gate_up(const Seat& me, const Experts& e, const Routes& routes, const Routes::Group& group, int stretch);
+    void expert_down(const Experts& e, const Routes::Group& group, int stretch);
+    const float* mixed(const Seat& me, int t, const Layer& l) const;
 
     Model& m_;
     const Config& c_;

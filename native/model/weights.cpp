@@ -17,6 +17,23 @@ void fits(const std::vector<float>& v, int n, bool required, const char* name) {
         throw std::invalid_argument(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " + std::to_string(n));
 }
 
+void fits(const Experts& e, const Config& c) {
+    constexpr int most = 1 << 14;
+    if (e.count < 1 || e.count > most || e.used < 1 || e.used > e.count || e.inner < 1 || e.inner > most * 4 || e.shared < 0 ||
+        !(e.scale > 0) || !(e.least_total >= 0))
+        throw std::invalid_argument("a mixture's sizes do not fit together");
+    const int inner = e.count * round_up(e.inner, 64);
+    fits(e.router, e.router.rows > e.count && e.shared > 0 ? e.count + 1 : e.count, c.hidden, "a router");
+    fits(e.gate, inner, c.hidden, "experts' gate matrix");
+    fits(e.up, inner, c.hidden, "experts' up matrix");
+    fits(e.down, e.count * round_up(c.hidden, 64), e.inner, "experts' down matrix");
+    fits(e.router_bias, e.count, false, "a router's bias");
+    fits(e.choice_bias, e.count, false, "a bias of a router's choice");
+    fits(e.gate_bias, inner, false, "experts' gate bias");
+    fits(e.up_bias, inner, false, "experts' up bias");
+    fits(e.down_bias, e.count * c.hidden, false, "experts' down bias");
+}
+
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
@@ -33,9 +50,14 @@ void check(const Weights& w) {
         fits(l.k, kv, read, "a key matrix");
         fits(l.v, kv, read, "a value matrix");
         fits(l.o, c.hidden, q, "an attention output matrix");
-        fits(l.gate, c.ffn, c.hidden, "a gate matrix");
-        fits(l.up, c.ffn, c.hidden, "an up matrix");
-        fits(l.down, c.hidden, c.ffn, "a down matrix");
+        const Experts& e = l.experts;
+        if (const int inner = e.count > 0 ? e.shared : c.ffn; inner > 0) {
+            fits(l.gate, inner, c.hidden, "a gate matrix");
+            fits(l.up, inner, c.hidden, "an up matrix");
+            fits(l.down, c.hidden, inner, "a down matrix");
+        }
+        if (e.count != 0) fits(e, c);
+        fits(l.sinks, c.heads, false, "attention sinks");
         fits(l.attn_norm, c.hidden, !l.embed_norm.empty(), "an attention norm");
         fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
@@ -73,7 +95,9 @@ Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, 
 size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) bytes += m->bytes();
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
+                 &l.experts.down})
+            bytes += m->bytes();
     return bytes;
 }
 

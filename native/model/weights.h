@@ -9,9 +9,30 @@
 
 namespace outpace {
 
+enum class Score { Softmax, Sigmoid, OfChosen };  // of all experts; of each one alone; the softmax of those that are chosen
+
+// A mixture of experts. Of each part there is one matrix, the rows of all experts one after the other; an expert's are padded
+// with zeros to a multiple of 64, so that it is a range of row blocks.
+struct Experts {
+    int count = 0;             // 0: the layer has none
+    int used = 0, inner = 0;   // that a token goes to; inner size of each
+    int shared = 0;            // inner size of the expert that every token goes to; 0: there is none
+    Score score = Score::Softmax;
+    bool renormalise = false;  // weights of the chosen ones are divided by their sum, or by `least_total` if that is more
+    float least_total = 0.0f, scale = 1.0f;
+    Matrix router;             // [count, hidden], float32; a row more, where it has one, is the shared expert's gate
+    Matrix gate, up, down;
+    std::vector<float> router_bias, choice_bias;  // [count]; the second is added to scores for the choice alone
+    std::vector<float> gate_bias, up_bias;        // as the rows of these matrices
+    std::vector<float> down_bias;                 // [count, hidden]
+};
+
 // Vectors that are empty are left out of the computation.
 struct Layer {
-    Matrix q, k, v, o, gate, up, down;
+    Matrix q, k, v, o;
+    Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one
+    Experts experts;
+    std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
     std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once
     std::vector<float> q_bias, k_bias, v_bias, o_bias;

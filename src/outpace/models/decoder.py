@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from outpace.models import families, metadata, rope
-from outpace.models.families import BIASES, KEYS, OUTER, Family
+from outpace.models.families import BIASES, KEYS, OUTER, Family, Mixture
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -19,6 +19,8 @@ from outpace.models.weights.gguf import GGUFFile
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _MOST_LAYERS = 1 << 12
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST_EXPERTS = 1 << 14
+_GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
 REFUSED = {
@@ -27,7 +29,27 @@ REFUSED = {
     "final_logit_softcapping": "it caps its logits softly",
     "num_local_experts": "it is a mixture of experts",
     "use_bidirectional_attention": "it attends in both directions",
+    "clip_qkv": "it clips queries, keys and values",
+    "use_bias": "its products have biases",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of ``count`` experts of ``inner`` size, of which a token goes to ``used``.
+
+    ``shared``: inner size of the expert that every token goes to; 0: there is none. ``score``, ``renormalise``,
+    ``least_total``: as ``families.Mixture`` has them; weights are multiplied by ``scale``.
+    """
+
+    count: int
+    used: int
+    inner: int
+    shared: int
+    score: str
+    renormalise: bool
+    least_total: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +74,10 @@ class Decoder:
     windows: tuple[int, ...]  # positions a token sees, itself among them, by layer; 0: all
     biases: tuple[str, ...]  # parts of a layer that have one
     tied: bool  # the head is the embedding
+    experts: Experts | None = None
+    mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
+    norms: bool = True  # queries and keys have the norms that the family has for them
+    beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
 
     @property
@@ -63,13 +89,23 @@ class Decoder:
         """Positions a row may have: the model's, or those for which its rotations hold."""
         return min([self.max_length, *(table.limit for table in self.ropes if table.limit is not None)])
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows of each matrix of a layer."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q": q, "k": kv, "v": kv, "o": self.hidden, "gate": self.inner, "up": self.inner, "down": self.hidden,
-        }  # fmt: skip
+    def mixture(self, layer: int) -> Experts | None:
+        """What a layer's feed-forward is a mixture of; None: it is dense."""
+        return self.experts if self.mixed and self.mixed[layer] else None
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
+        q, kv, hidden, experts = (
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.hidden,
+            self.mixture(layer),
+        )
+        inner = self.inner if experts is None else experts.shared
+        found = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+        if inner:
+            found |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        return found
 
 
 def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
@@ -79,17 +115,21 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     """
     architecture = gguf.architecture
     facts = Facts(gguf.path.name, gguf.metadata, f"{architecture}.", verdict)
-    windowed = bool(gguf.metadata.get(f"{architecture}.{KEYS['window'][_GGUF]}"))  # whether the family reads it or not
-    family = families.of_gguf(architecture, windowed)
+    windowed, mixed = (  # whether the family reads them or not
+        bool(gguf.metadata.get(f"{architecture}.{key}")) for key in (KEYS["window"][_GGUF], "expert_count")
+    )
+    family = families.of_gguf(architecture, windowed, mixed)
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
-    if facts.get("expert_count", 0):
+    if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
     layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
+    beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
+    layers -= beyond
     if f"blk.{layers - 1}.{family.layer['q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
@@ -117,6 +157,9 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         scale=scalar**-0.5,
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
+        mixture=_gguf_experts(facts, gguf, family.mixture, layers),
+        norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
+        beyond=beyond,
     )
     metadata.refuse_unread(
         facts, decoder.max_length, hidden=decoder.hidden, head_dim=head_dim, rotated=2 * len(ropes[0].frequencies),
@@ -165,6 +208,9 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         windows=_folder_windows(facts, family, rotated),
         scale=scalar**-0.5,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
+        mixture=_folder_experts(facts, family.mixture, layers),
+        norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
+        beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=_MOST_LAYERS, least=0),
         tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, text is not None),
         wrapped=text is not None,
     )
@@ -204,6 +250,9 @@ def _decoder(
     scale: float,
     biases: tuple[str, ...],
     tied: bool,
+    mixture: tuple[Experts | None, tuple[bool, ...]],
+    norms: bool,
+    beyond: int,
     wrapped: bool = False,
 ) -> Decoder:
     """What both spellings have under names of their own, checked."""
@@ -241,8 +290,99 @@ def _decoder(
         windows=tuple(windows),
         biases=biases,
         tied=tied,
+        experts=mixture[0],
+        mixed=mixture[1],
+        norms=norms,
+        beyond=beyond,
         wrapped=wrapped,
     )
+
+
+def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
+    """What a folder's mixtures are, and which layers are mixtures."""
+    if rule is None:
+        return None, ()
+    first = facts.whole(rule.first, least=0) if rule.first else 0
+    last = facts.whole(rule.last, least=-1) if rule.last else -1
+    step, dense = facts.whole(rule.step, 1) if rule.step else 1, facts.get(rule.dense) if rule.dense else None
+    if not isinstance(dense or [], list):
+        raise facts.fail(f"{rule.dense} is {brief(dense)}, not a list of layers")
+    mixed = tuple(
+        first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
+        for i in range(layers)
+    )
+    if not any(mixed):
+        raise facts.fail("none of its layers is a mixture of experts")
+    count, inner = facts.whole(rule.count, most=_MOST_EXPERTS), facts.whole(rule.inner)
+    shared = facts.whole(rule.shared_inner) if rule.shared_inner else 0
+    if rule.shared_count:
+        shared = inner * facts.whole(rule.shared_count, least=0)
+    return Experts(
+        count=count,
+        used=facts.whole(rule.used, most=count),
+        inner=inner,
+        shared=shared,
+        score=rule.score,
+        renormalise=bool(facts.get(rule.renormalise_key)) if rule.renormalise_key else rule.renormalise,
+        least_total=facts.number(rule.least_total_key, rule.least_total) if rule.least_total_key else rule.least_total,
+        scale=facts.number(rule.scale) if rule.scale else 1.0,
+    ), mixed  # fmt: skip
+
+
+def _gguf_experts(
+    facts: Facts, gguf: GGUFFile, rule: Mixture | None, layers: int
+) -> tuple[Experts | None, tuple[bool, ...]]:
+    """What a GGUF file's mixtures are, and which layers are mixtures. Sizes are the tensors'; a key that says another
+    is refused."""
+    if rule is None:
+        return None, ()
+    (router,) = rule.router[_GGUF]
+    mixed = tuple(f"blk.{i}.{router}" in gguf.tensors for i in range(layers))
+    count = facts.whole("expert_count", most=_MOST_EXPERTS)
+    dense, step = (
+        facts.whole(key, absent, least=0) if there else absent
+        for key, absent, there in (
+            ("leading_dense_block_count", 0, rule.first), ("interleave_moe_layer_step", 1, rule.step and rule.first),
+        )
+    )  # fmt: skip
+    if not any(mixed) or mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
+        where = f"leading_dense_block_count {dense}, interleave_moe_layer_step {step}"
+        raise facts.fail(f"other layers have a router than its description says ({where})")
+    names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["gate"][_GGUF]]
+    sizes = [shape for name in names if (shape := _shape(gguf, name))]
+    if not sizes:
+        raise facts.fail(f"it has no tensor {names[0]!r}, so the model is incomplete")
+    inner, shared = sizes[0][-2], 0
+    if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['gate'][_GGUF]}.weight")):
+        shared = size[0]
+    said = {"expert_feed_forward_length": inner}
+    said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
+    said |= {"expert_shared_count": shared // inner} if rule.shared_count else {}
+    for key, value in said.items():
+        if facts.whole(key, value, least=0) != value:
+            raise facts.fail(f"its {facts.prefix}{key} is {facts.get(key)}, and its tensors say {value}")
+    gating = facts.whole("expert_gating_func", 0, least=0)
+    if gating and _GATING.get(gating) != rule.score:
+        raise facts.fail(f"its {facts.prefix}expert_gating_func is {gating}, where its family has {rule.score}")
+    renormalise = facts.get("expert_weights_norm", False if rule.renormalise_in_gguf else rule.gguf_renormalises)
+    if not rule.renormalise_in_gguf and renormalise != rule.gguf_renormalises:
+        raise facts.fail(f"its {facts.prefix}expert_weights_norm is {renormalise}, which its family's files never mean")
+    return Experts(
+        count=count,
+        used=facts.whole("expert_used_count", most=count),
+        inner=inner,
+        shared=shared,
+        score=rule.score,
+        renormalise=bool(renormalise),
+        least_total=rule.least_total,
+        scale=facts.number("expert_weights_scale", 1.0) if rule.scale else 1.0,
+    ), mixed  # fmt: skip
+
+
+def _shape(gguf: GGUFFile, name: str) -> tuple[int, ...] | None:
+    """A matrix's shape; None: the file has no such tensor, or it is no matrix."""
+    info = gguf.tensors.get(name)
+    return None if info is None or len(info.shape) < 2 else info.shape
 
 
 def _gguf_windows(facts: Facts, family: Family, layers: int) -> list[int]:
@@ -278,6 +418,9 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
         windowed = [kind == "sliding_attention" for kind in kinds]
     elif rule.flag is not None and not there:
         windowed = [False] * layers
+    elif rule.every_other_below is not None:
+        below = facts.whole(rule.every_other_below, least=0)
+        windowed = [i % 2 == 0 and i < below for i in range(layers)]
     elif rule.first is not None:
         first = facts.whole(rule.first, least=0)
         windowed = [i >= first for i in range(layers)]

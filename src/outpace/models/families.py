@@ -23,6 +23,10 @@ OUTER: Names = {
 }
 SPELLINGS = ("blk.{}.{}", "model.layers.{}.{}")  # of a part of a layer: GGUF's, Hugging Face's
 
+# Of a mixture of experts: the names of a layer's tensor, whole, in GGUF files and in Hugging Face's, the first that a file
+# has; {} is an expert's number, and without it the tensor has all experts.
+Places = tuple[tuple[str, ...], tuple[str, ...]]
+
 # The numbers of a description: our name -> GGUF's key behind the architecture's, config.json's.
 KEYS: Names = {
     "hidden": ("embedding_length", "hidden_size"),
@@ -82,6 +86,53 @@ class Windows:
     flag: str | None = None  # a key of config.json without which there are none; GGUF files then have none, too
     first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
     unrotated: bool = False  # where it does not say, layers without rotation have one
+    every_other_below: str | None = None  # a key: where it does not say, every other layer before that one, from 0 on
+
+
+_EXPERTS: Mapping[str, Places] = {
+    "gate": (("ffn_gate_exps.weight",), ("mlp.experts.{}.gate_proj.weight", "mlp.experts.gate_up_proj")),
+    "up": (("ffn_up_exps.weight",), ("mlp.experts.{}.up_proj.weight", "mlp.experts.gate_up_proj")),
+    "down": (("ffn_down_exps.weight",), ("mlp.experts.{}.down_proj.weight", "mlp.experts.down_proj")),
+}
+_SHARED: Names = {
+    "gate": ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
+    "up": ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
+    "down": ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Feed-forward layers that are mixtures of experts: their tensors, and where their numbers stand in config.json.
+
+    Parts of ``experts`` that have one tensor are halves of each expert's rows. Layers are mixtures unless a key says
+    otherwise.
+    """
+
+    router: Places = (("ffn_gate_inp.weight",), ("mlp.gate.weight",))
+    experts: Mapping[str, Places] = field(default_factory=lambda: _EXPERTS)
+    shared: Names = field(default_factory=dict)  # the matrices of an expert that every token goes to
+    shared_gate: Places | None = None  # one row: the logistic of its product is the shared expert's weight
+    choice_bias: Places | None = None  # is added to scores for the choice alone
+    biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
+    woven: bool = False  # Hugging Face has inputs by outputs, gate's and up's in turn
+    count: str = "num_experts"
+    used: str = "num_experts_per_tok"
+    inner: str = "moe_intermediate_size"
+    shared_inner: str | None = None  # of the shared expert ...
+    shared_count: str | None = None  # ... or how many times ``inner`` it is; 0: there is none
+    score: str = "softmax"  # or "sigmoid", or "of_chosen": the softmax of the chosen experts' logits
+    renormalise: bool = True  # weights of the chosen ones sum to 1 ...
+    renormalise_key: str | None = None  # ... or config.json says
+    gguf_renormalises: bool = True  # GGUF files mean that, but where ``renormalise_in_gguf``
+    renormalise_in_gguf: bool = False  # expert_weights_norm says
+    least_total: float = 0.0  # that weights are divided by ...
+    least_total_key: str | None = None  # ... or config.json says
+    scale: str | None = None  # of the weights
+    first: str | None = None  # the first layer that is one
+    last: str | None = None  # and the last; -1: of all
+    step: str | None = None  # each so many layers one is
+    dense: str | None = None  # layers that are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +149,12 @@ class Family:
     layer: Names
     gguf: str | None = None  # general.architecture; None: its GGUF files name another family
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
+    mixed: str | None = None  # the family of its GGUF files that have experts, by name
+    mixture: Mixture | None = None
+    sinks: tuple[str, str] | None = None  # tensors of a layer: logits of each head's softmax that have no value
+    norms_flag: str | None = None  # the key of config.json without which queries and keys have no norms
+    heads_beyond: str | None = None  # a key: so many layers behind the last one draft, and are left out
+    neighbours: bool = False  # safetensors, too, have the order of rows that ``interleaved`` says
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
     rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
@@ -105,7 +162,7 @@ class Family:
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
-    activation: str = "silu"  # or "gelu_tanh"
+    activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's
     activation_key: str = "hidden_act"
     biases: tuple[str, ...] = BIASES  # that a folder's model may have; GGUF files have any of ``BIASES``
     bias_flag: str | None = "attention_bias"  # the key of config.json without which there are none; None: always
@@ -115,7 +172,7 @@ class Family:
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
     refuses: tuple[str, ...] = ()  # keys of ``decoder.REFUSED`` that its config.json may have
     # What its config.json must say, by key, of each layer where it is a list.
-    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # of its config.json, where they differ from ``KEYS``
     absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
@@ -126,7 +183,7 @@ ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_wo
 
 FAMILIES = (
     Family(
-        "llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True,
+        "llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True, mixed="mixtral",
         refuses=("mlp_bias",), absent={"max_position_embeddings": 2048},
     ),
     Family(
@@ -229,6 +286,122 @@ FAMILIES = (
             "max_position_embeddings": 32768,
         },
     ),
+    Family(
+        "mixtral", "MixtralForCausalLM", "mixtral", {**_LAYER, **_NORMS_BEFORE}, ropes=(RopeSource(1e6),),
+        windows=Windows(every=True), biases=(), interleaved=True,
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("block_sparse_moe.gate.weight", "mlp.gate.weight")),
+            experts={
+                part: (
+                    (f"ffn_{part}_exps.weight", f"ffn_{part}.{{}}.weight"),
+                    (f"block_sparse_moe.experts.{{}}.{theirs}.weight", f"mlp.experts.{fused}"),
+                )
+                for part, theirs, fused in (
+                    ("gate", "w1", "gate_up_proj"), ("up", "w3", "gate_up_proj"), ("down", "w2", "down_proj"),
+                )
+            },
+            count="num_local_experts", inner="intermediate_size",
+        ),
+        absent={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "intermediate_size": 14336,
+        },
+    ),
+    Family(
+        "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe", {**_LAYER, **_NORMS_BEFORE}, "qwen2moe",
+        windows=Windows(flag="use_sliding_window", every_other_below="max_window_layers"), biases=("q", "k", "v"),
+        bias_flag="qkv_bias",
+        mixture=Mixture(
+            shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
+            shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
+            shared_inner="shared_expert_intermediate_size", renormalise_key="norm_topk_prob", gguf_renormalises=False,
+            step="decoder_sparse_step", dense="mlp_only_layers",
+        ),
+        absent={
+            "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True,
+            "max_position_embeddings": 32768, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
+        },
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS}, "qwen3moe",
+        windows=Windows(every=True, flag="use_sliding_window"),
+        mixture=Mixture(renormalise_key="norm_topk_prob", step="decoder_sparse_step", dense="mlp_only_layers"),
+        absent={
+            "num_key_value_heads": 4, "sliding_window": 4096, "max_position_embeddings": 32768,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        },
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM", "olmoe", {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS}, "olmoe",
+        norms_over_heads=True, refuses=("clip_qkv",),
+        mixture=Mixture(inner="intermediate_size", renormalise_key="norm_topk_prob", gguf_renormalises=False),
+        absent={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "intermediate_size": 2048, "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    Family(
+        "granite_moe", "GraniteMoeForCausalLM", "granitemoe", {**_LAYER, **_NORMS_BEFORE}, "granitemoe",
+        interleaved=True, scales=SCALES,
+        mixture=Mixture(
+            router=(
+                ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+            ),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
+                for part, a, b in (
+                    ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
+                    ("down", "output_linear.weight", "down_proj"),
+                )
+            },
+            count="num_local_experts", inner="intermediate_size", score="of_chosen",
+        ),
+        absent={
+            "attention_multiplier": 1.0, "max_position_embeddings": 2048, "intermediate_size": 11008,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+    ),
+    Family(
+        "glm4_moe", "Glm4MoeForCausalLM", "glm4_moe",
+        {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")},
+        "glm4moe", rotates_part=True, biases=("q", "k", "v"), norms_flag="use_qk_norm",
+        heads_beyond="num_nextn_predict_layers",
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor", first="first_k_dense_replace",
+        ),
+        requires={"n_group": (1,), "topk_group": (1,)},
+        absent={
+            "num_attention_heads": 96, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 131072, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**_LAYER, **_NORMS_BEFORE}, "ernie4_5-moe",
+        ropes=(RopeSource(5e5),), biases=(), interleaved=True, neighbours=True, refuses=("use_bias",),
+        mixture=Mixture(
+            shared=_SHARED,
+            choice_bias=(
+                ("exp_probs_b.bias",),
+                ("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"),
+            ),
+            count="moe_num_experts", used="moe_k", shared_count="moe_num_shared_experts", least_total=1e-12,
+            least_total_key="moe_norm_min", first="moe_layer_start_index", last="moe_layer_end_index",
+            step="moe_layer_interval",
+        ),
+        absent={
+            "num_attention_heads": 20, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "max_position_embeddings": 131072, "intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_k": 6,
+            "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1, "moe_layer_interval": 1,
+        },
+    ),
 )  # fmt: skip
 
 
@@ -280,12 +453,11 @@ def text_name(name: str) -> str | None:
     return next((own + name.removeprefix(theirs) for theirs, own in TEXT_TENSORS if name.startswith(theirs)), name)
 
 
-def of_gguf(architecture: str, windowed: bool = False) -> Family | None:
-    """The family of GGUF files of this architecture. ``windowed``: of those that give a window."""
+def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False) -> Family | None:
+    """The family of GGUF files of this architecture. ``windowed``, ``mixed``: of those with a window, with experts."""
     family = next((family for family in FAMILIES if family.gguf == architecture), None)
-    if windowed and family is not None and family.windowed is not None:
-        return next(other for other in FAMILIES if other.name == family.windowed)
-    return family
+    name = None if family is None else (windowed and family.windowed) or (mixed and family.mixed)
+    return next(other for other in FAMILIES if other.name == name) if name else family
 
 
 def unmet(family: Family, get: Callable[[str], Any]) -> tuple[str, Any] | None:

@@ -275,7 +275,7 @@ def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | N
     if gguf is None:
         if list(source.path.glob("*.safetensors")):
             safetensors.read_folder(source.path)  # damaged and missing files
-    elif families.of_gguf(gguf.architecture) is not None:
+    elif _own_family(gguf):
         decoder = decoders.from_gguf(gguf, "cannot be served")
         if error is not None and tensors.of_gguf(gguf, decoder).unused():
             raise error
@@ -334,7 +334,14 @@ def _gguf_reader(gguf: GGUFFile) -> Any:
     from outpace.models.torch import gguf as own
     from outpace.models.torch import gguf_others
 
-    return own if families.of_gguf(gguf.architecture) else gguf_others
+    return own if _own_family(gguf) else gguf_others
+
+
+def _own_family(gguf: GGUFFile) -> bool:
+    """Whether ours is the reader of a file for the Transformers backend: of dense models of known families."""
+    mixed = bool(gguf.metadata.get(f"{gguf.architecture}.expert_count"))
+    family = families.of_gguf(gguf.architecture, mixed=mixed)
+    return family is not None and family.mixture is None
 
 
 def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:

@@ -29,6 +29,8 @@ _OFF: dict[str, tuple[Any, ...]] = {  # values that switch something off
     "attention.shared_kv_layers": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_weights_norm": (False,),
     "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),

@@ -12,10 +12,11 @@ from outpace import _fast
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
 from outpace.models.decoder import Decoder
-from outpace.models.families import BIASES, MATRICES, NORMS
+from outpace.models.families import BIASES, NORMS
 from outpace.models.native import weight_cache
 from outpace.models.native.packed import Make, Packer, Source, UnusableError
 from outpace.models.weights import tensors
+from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import TYPES, GGUFFile
 from outpace.models.weights.tensors import Weights
 
@@ -28,6 +29,7 @@ READ = (
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
+_EXPERT_PARTS = ("gate", "up", "down")
 _VERDICT = "cannot be served by the native backend"
 MAX_HEAD = 256  # native/kernels/table.h
 
@@ -44,18 +46,23 @@ def estimate(
     From shapes and types alone; no weight is read. Raises ModelError.
     """
     model, weights, target = open_weights(path, quantize, dtype)
-    matrices = [weights.matrix(i, name) for i in range(model.layers) for name in MATRICES]
-    matrices += [weights.matrix(None, name) for name in ("embedding", *(() if model.tied else ("head",)))]
+    matrices: list[tuple[StoredTensor | JoinedTensor, str]] = []
+    for i in range(model.layers):
+        matrices += [(weights.matrix(i, name), target) for name in model.shapes(i)]
+        if model.mixture(i) is not None:
+            matrices += [(weights.experts(i, name), target) for name in _EXPERT_PARTS]
+            matrices.append((weights.router(i), "f32"))
+    matrices += [(weights.matrix(None, name), target) for name in ("embedding", *(() if model.tied else ("head",)))]
     total = 0
-    for stored in matrices:
-        kept = target == "keep" or stored.type not in _PLAIN
+    for stored, to in matrices:
+        kept = to == "keep" or stored.type not in _PLAIN
         if stored.type not in READ:
             kinds = ", ".join(READ)
             raise ModelError(f"{weights.name} {_VERDICT}: it has a matrix of type {stored.type} ({kinds} are read)")
         if len(stored.shape) != 2:
             raise ModelError(f"{weights.name} {_VERDICT}: a matrix of it has {len(stored.shape)} dimensions")
         try:
-            total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else target)
+            total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else to)
         except ValueError as error:
             raise ModelError(f"{weights.name} has a matrix that this backend cannot read: {error}") from error
     return total, kv_bytes(model, kv_dtype)
@@ -123,8 +130,9 @@ def build_weights(model: Decoder, weights: Weights, target: str, longest: int, t
 
 
 def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:
-    def matrix(layer: int | None, name: str, rows: int, cols: int, what: str, heads: int = 0) -> _native.Matrix:
-        stored = weights.matrix(layer, name)
+    def matrix(
+        stored: StoredTensor | JoinedTensor, rows: int, cols: int, what: str, heads: int = 0, target: str = target
+    ) -> _native.Matrix:
         if stored.shape != (rows, cols):
             raise ModelError(f"{weights.name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
         if stored.type not in _TYPE_IDS:
@@ -132,19 +140,29 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         to = target if stored.type in _PLAIN else "keep"
         return make(what, Source(stored, _TYPE_IDS[stored.type], rows, cols, heads, to))
 
-    columns = {"o": model.rows["q"], "down": model.inner}
     reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
     layers = []
     for i in range(model.layers):
         layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
-        for name, rows in model.rows.items():
-            cols = columns.get(name, model.hidden)
-            layer[name] = matrix(i, name, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+        for name, (rows, cols) in model.shapes(i).items():
+            stored = weights.matrix(i, name)
+            layer[name] = matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+        if (experts := model.mixture(i)) is not None:
+            joined = {name: weights.experts(i, name) for name in _EXPERT_PARTS}
+            router = weights.router(i)
+            layer["experts"] = {
+                "count": experts.count, "used": experts.used, "inner": experts.inner, "shared": experts.shared,
+                "score": experts.score, "renormalise": experts.renormalise, "least_total": experts.least_total,
+                "scale": experts.scale,
+                **{name: matrix(each, *each.shape, f"layer {i}'s experts' {name}") for name, each in joined.items()},
+                "router": matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
+                **weights.mixture_vectors(i),
+            }  # fmt: skip
         vectors = {name: weights.vector(i, name) for name in _VECTORS}
         layers.append(layer | {name: values for name, values in vectors.items() if values is not None})
-    head = embedding = matrix(None, "embedding", model.vocab, model.hidden, "the embedding")
+    head = embedding = matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
     if not model.tied:
-        head = matrix(None, "head", model.vocab, model.hidden, "the output head")
+        head = matrix(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
     config = {
         "vocab": model.vocab,
         "hidden": model.hidden,

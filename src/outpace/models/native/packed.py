@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from outpace import _fast
 from outpace.common.files import replacing
-from outpace.models.weights.file_bytes import StoredTensor
+from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 
 _native = _fast.native
 
@@ -44,7 +44,7 @@ class UnusableError(Exception):
 class Source:
     """A matrix to be packed: where it lies in the model's file, and everything that packing needs to know."""
 
-    stored: StoredTensor
+    stored: StoredTensor | JoinedTensor
     type: int  # as GGUF counts them
     rows: int
     cols: int

@@ -223,7 +223,11 @@ def described(module: Any) -> bool:
     """Whether ``OwnDecoder`` computes what ``module`` does: a known class, plain layers and weights, no hooks."""
     family = families.of_class(type(module).__name__)
     config = module.config
-    if family is None or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias"):
+    if (
+        family is None
+        or family.mixture is not None
+        or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
+    ):
         return False
     if families.unmet(family, lambda key: getattr(config, key, None)) is not None:
         return False

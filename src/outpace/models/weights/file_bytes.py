@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,3 +93,35 @@ class StoredTensor:
     def part(self, begin: int, n: int) -> npt.NDArray[np.uint8]:
         """``n`` of its bytes from ``begin`` on; as ``data``."""
         return self.file.read(self.start + begin, n)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTensor:
+    """A matrix that several pieces of ``rows`` rows make, one behind the other, each followed by ``padding`` rows of
+    zeros. ``read(i)``: the bytes of piece i, uint8 [n], read now."""
+
+    type: str
+    columns: int
+    pieces: int
+    rows: int
+    padding: int
+    read: Callable[[int], npt.NDArray[np.uint8]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pieces * (self.rows + self.padding), self.columns
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, uint8 [n_bytes], read now. Raises ModelError as ``read`` does."""
+        return np.concatenate([self._piece(i) for i in range(self.pieces)])
+
+    def part(self, begin: int, n: int) -> npt.NDArray[np.uint8]:
+        """``n`` of its bytes from ``begin`` on, which lie in one piece; as ``data``."""
+        first = self._piece(0)
+        piece, at = divmod(begin, len(first))
+        return (first if piece == 0 else self._piece(piece))[at : at + n]
+
+    def _piece(self, i: int) -> npt.NDArray[np.uint8]:
+        values = self.read(i)
+        return np.pad(values, (0, len(values) // self.rows * self.padding)) if self.padding else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ import numpy as np
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS, text_name
+from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS, Names, Places, text_name
 from outpace.models.weights import safetensors
-from outpace.models.weights.file_bytes import StoredTensor
+from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import GGUFFile
 
 _BESIDE = ({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}, set[str]())  # the decoder's
 _DERIVED = ".rotary_emb.inv_freq"  # what old checkpoints keep although it follows from the description
+EXPERT_ROWS = 64  # experts' rows are padded to a multiple; native/model/weights.h
+_NUMBER = {0: re.compile(r"blk\.(\d+)\."), 1: re.compile(r"model\.layers\.(\d+)\.")}
 
 
 class Weights:
@@ -34,12 +37,18 @@ class Weights:
     ) -> None:
         self.name, self.files = name, list(files)
         self._decoder, self._spelling, self._tensors, self._unpack = decoder, spelling, tensors, unpack
-        self.interleaved = spelling == 0 and decoder.family.interleaved  # rows of q and k are in GGUF's order
+        # Rows of q and k are in GGUF's order.
+        self.interleaved = decoder.family.interleaved and (spelling == 0 or decoder.family.neighbours)
 
     def unused(self) -> list[str]:
         """Tensors that are not read: with them the decoder would compute something else."""
         left = self._tensors.keys() - {full for full, *_ in self._every()} - _BESIDE[self._spelling]
-        return sorted(name for name in left if not name.endswith(_DERIVED))
+        return sorted(name for name in left if not name.endswith(_DERIVED) and not self._drafts(name))
+
+    def _drafts(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the last one, which only drafts."""
+        found, layers = _NUMBER[self._spelling].match(name), self._decoder.layers
+        return found is not None and layers <= int(found[1]) < layers + self._decoder.beyond
 
     def originals(self) -> dict[str, F32]:
         """All values by Hugging Face's names, as their files have them. Raises ModelError."""
@@ -81,7 +90,7 @@ class Weights:
         Raises ModelError for a norm that the family has and the files do not.
         """
         part, bias = name.removesuffix("_bias"), name.endswith("_bias")
-        if layer is not None and part not in self._decoder.family.layer:
+        if layer is not None and part not in self._names(layer):
             return None
         full, first, rows = self._place(layer, part, "bias" if bias else "weight")
         if bias and part not in self._decoder.biases:
@@ -105,17 +114,18 @@ class Weights:
         """The tensor's name; the part's first row in it and how many it has, where it holds others, too, else 0."""
         if layer is None:
             return f"{OUTER[part][self._spelling]}.{kind}", 0, 0
-        names = self._decoder.family.layer
+        names = self._names(layer)
         full = f"{SPELLINGS[self._spelling].format(layer, names[part][self._spelling])}.{kind}"
-        together = [other for other in MATRICES if names[other] == names[part]]
+        together = [other for other in MATRICES if names.get(other) == names[part]]
         if len(together) < 2:
             return full, 0, 0
-        rows = self._decoder.rows
+        rows = {other: shape[0] for other, shape in self._decoder.shapes(layer).items()}
         return full, sum(rows[other] for other in together[: together.index(part)]), rows[part]
 
     def _check_fused(self, full: str, shape: tuple[int, ...], layer: int | None, part: str) -> None:
-        names, rows = self._decoder.family.layer, self._decoder.rows
-        total = sum(rows[other] for other in MATRICES if names[other] == names[part])
+        assert layer is not None
+        names, shapes = self._names(layer), self._decoder.shapes(layer)
+        total = sum(shapes[other][0] for other in MATRICES if names.get(other) == names[part])
         if shape[0] != total:
             raise ModelError(f"{self.name}: {full} has {shape[0]} rows, but must have {total}")
 
@@ -127,16 +137,109 @@ class Weights:
             raise ModelError(f"{self.name}: {part} has {len(rows)} rows, which {heads} heads cannot share")
         return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
+    def _names(self, layer: int) -> Names:
+        """Of a layer's parts, the experts' aside; of a mixture, the shared expert's in place of a dense one's."""
+        family, absent = self._decoder.family, () if self._decoder.norms else ("q_norm", "k_norm")
+        names = {part: both for part, both in family.layer.items() if part not in absent}
+        if family.mixture is None or self._decoder.mixture(layer) is None:
+            return names
+        dense = {part: names.pop(part) for part in ("gate", "up", "down")}
+        return names | {part: family.mixture.shared[part] for part in dense if part in family.mixture.shared}
+
+    # -- mixtures of experts ------------------------------------------------------------------------------------------
+
+    def experts(self, layer: int, part: str) -> JoinedTensor:
+        """A part ("gate", "up", "down") of all of a layer's experts, each one's rows padded to ``EXPERT_ROWS``.
+
+        Raises ModelError when a tensor is missing, or of another shape or type than the others.
+        """
+        mixture, experts = self._decoder.family.mixture, self._decoder.mixture(layer)
+        assert mixture is not None
+        assert experts is not None
+        hidden, inner, count = self._decoder.hidden, experts.inner, experts.count
+        rows, columns = (hidden, inner) if part == "down" else (inner, hidden)
+        padding = -rows % EXPERT_ROWS
+        full = self._first(layer, mixture.experts[part])
+        if "{}" in full:
+            each = [self._found(full.format(i)) for i in range(count)]
+            if other := next((one for one in each if (one.type, one.shape) != (each[0].type, (rows, columns))), None):
+                wanted = f"{[rows, columns]} of type {each[0].type}"
+                raise ModelError(
+                    f"{self.name}: an expert's {part} of layer {layer} is {list(other.shape)} of type {other.type}, "
+                    f"but must be {wanted}"
+                )
+            return JoinedTensor(each[0].type, columns, count, rows, padding, lambda i: each[i].data)
+        stored = self._found(full)
+        halves = part != "down" and mixture.experts["gate"][self._spelling] == mixture.experts["up"][self._spelling]
+        halves = halves or full.endswith("gate_up_proj")
+        size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
+        if stored.shape != (count, size, columns):
+            raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, size, columns]}")
+        row = stored.n_bytes // (count * size)
+        return JoinedTensor(
+            stored.type, columns, count, rows, padding,
+            lambda i: stored.part((i * size + first) * row, rows * row),
+        )  # fmt: skip
+
+    def router(self, layer: int) -> JoinedTensor:
+        """A layer's router, float32 [experts, hidden], and behind it the shared expert's gate, where it has one."""
+        mixture, experts = self._decoder.family.mixture, self._decoder.mixture(layer)
+        assert mixture is not None
+        assert experts is not None
+        hidden = self._decoder.hidden
+        places = [mixture.router, *([mixture.shared_gate] if mixture.shared_gate and experts.shared else [])]
+        values = np.concatenate([self._unpack(self._needed(layer, place)).reshape(-1, hidden) for place in places])
+        rows = experts.count + len(places) - 1
+        if len(values) != rows:
+            raise ModelError(f"{self.name}: the router of layer {layer} has {len(values)} rows, but must have {rows}")
+        whole = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+        return JoinedTensor("F32", hidden, 1, rows, 0, lambda i: whole)
+
+    def mixture_vectors(self, layer: int) -> dict[str, F32]:
+        """The biases of a layer's mixture, float32 [n], by the runtime's names; those that the family has."""
+        mixture = self._decoder.family.mixture
+        assert mixture is not None
+        places = {"choice_bias": mixture.choice_bias} if mixture.choice_bias else {}
+        return {
+            name: np.ascontiguousarray(self._unpack(self._needed(layer, place)).reshape(-1), np.float32)
+            for name, place in places.items()
+        }
+
+    def _needed(self, layer: int, places: Places) -> str:
+        full = self._first(layer, places)
+        self._found(full)
+        return full
+
+    def _first(self, layer: int, places: Places) -> str:
+        """The first of a part's names that the files have, or the first of all."""
+        names = [SPELLINGS[self._spelling].format(layer, name) for name in places[self._spelling]]
+        return next((name for name in names if name.format(0) in self._tensors), names[0])
+
+    def _of_mixture(self, layer: int) -> Iterator[str]:
+        """Every tensor that is read of a layer's mixture."""
+        mixture, experts = self._decoder.family.mixture, self._decoder.mixture(layer)
+        if mixture is None or experts is None:
+            return
+        for places in mixture.experts.values():
+            full = self._first(layer, places)
+            yield from (full.format(i) for i in range(experts.count if "{}" in full else 1))
+        for place in (mixture.router, mixture.shared_gate, mixture.choice_bias):
+            if place is not None:
+                yield self._first(layer, place)
+
     def _every(self) -> Iterator[tuple[str, str, str]]:
         """Every tensor that may be read: its name, Hugging Face's name, the part."""
         column, family = self._spelling, self._decoder.family
         for part, names in OUTER.items():
             yield f"{names[column]}.weight", f"{names[1]}.weight", part
         for layer in range(self._decoder.layers):
-            for part in family.layer:
+            names = self._names(layer)
+            for part in names:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
-                    ours, place = (SPELLINGS[i].format(layer, family.layer[part][i]) for i in (column, 1))
+                    ours, place = (SPELLINGS[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
+            for full in self._of_mixture(layer):
+                yield full, full, "experts"
 
 
 def of_gguf(gguf: GGUFFile, decoder: Decoder) -> Weights:
