@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def export(
         pattern = config.layer_types.index("full_attention") + 1
         if pattern != 6:  # the format's default
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -78,6 +78,24 @@ def export(
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
             for name in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        inner = getattr(config, "moe_intermediate_size", None)
+        if inner is not None:
+            writer.add_expert_feed_forward_length(inner)
+        if architecture == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if architecture == "glm4moe":
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+        if architecture == "ernie4_5-moe":
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     for key, value in (more or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{architecture}.{key}", value)
     if tokenizer:
@@ -92,11 +110,8 @@ def export(
         writer.add_chat_template("{{ messages[0]['content'] }}")
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = weight.numpy()
-        if architecture in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
+    for name, values in _tensors(model, config):
+        if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture in ("gemma2", "gemma3") and "norm" in name:
@@ -115,6 +130,24 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tensors(model: Any, config: Any) -> Iterator[tuple[str, F32]]:
+    """By the names that a checkpoint has, but for experts, which a file has joined, gate and up apart."""
+    for name, weight in model.state_dict().items():
+        values = weight.numpy()
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight".replace("block_sparse_moe", "mlp"), half
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight".replace("block_sparse_moe", "mlp"), values
+        elif name.endswith("e_score_correction_bias"):
+            layer = name[: name.index(".mlp.")]
+            yield f"{layer}.mlp.gate.e_score_correction.bias", values.reshape(-1)
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, values.reshape(-1)  # as the converter squeezes it
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            yield name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"), values
 
 
 def vocabulary(

@@ -94,7 +94,7 @@ class Tiny:
 def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> None:
     s = {
         "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 100,
-        "context": 4096,
+        "context": 4096, "experts": 6, "used": 3, "expert_inner": 96,
     } | sizes  # fmt: skip
     rng = np.random.default_rng(3)
     out = gguf.GGUFWriter(path, architecture)
@@ -129,21 +129,50 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         else:
             out.add_tensor(name, raw, raw_dtype=Type[kind])
 
+    def stacked(name: str, rows: int, cols: int) -> None:
+        raw = random_bytes(rng, kind, s["experts"] * rows, cols, 1 / np.sqrt(cols)).reshape(s["experts"], rows, -1)
+        plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+        if plain is not None:
+            out.add_tensor(name, raw.view(plain))
+        else:
+            out.add_tensor(name, raw, raw_dtype=Type[kind])
+
     def vector(name: str, n: int, around: float = 1.0) -> None:
         out.add_tensor(name, rng.normal(around, 0.1, n).astype(np.float32))
+
+    family = families.of_gguf(architecture)
+    assert family is not None
+    if family.mixture is not None:
+        out.add_expert_count(s["experts"])
+        out.add_expert_used_count(s["used"])
+        out.add_expert_feed_forward_length(s["expert_inner"])
+    if architecture in ("glm4moe", "ernie4_5-moe"):
+        out.add_leading_dense_block_count(1)
+
+    def experts(layer: int, mixture: families.Mixture) -> None:
+        count, inner = s["experts"], s["expert_inner"]
+        at = f"blk.{layer}."
+        out.add_tensor(f"{at}ffn_gate_inp.weight", rng.normal(0, 0.3, (count, hidden)).astype(np.float32))
+        for part, rows, cols in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            stacked(f"{at}{mixture.experts[part][0][0]}", rows, cols)
+            if mixture.shared:
+                matrix(f"{at}{mixture.shared[part][0]}.weight", rows, cols)
+        if mixture.shared_gate:
+            vector(f"{at}{mixture.shared_gate[0][0]}", hidden, 0.0)
+        if mixture.choice_bias:
+            vector(f"{at}{mixture.choice_bias[0][0]}", count, 0.0)
 
     q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector("output_norm.weight", hidden)
     sizes = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": s["inner"], "up": s["inner"], "down": hidden}
-    family = families.of_gguf(architecture)
-    assert family is not None
     norms = (
         {"q_norm": q, "k_norm": kv} if family.norms_over_heads else dict.fromkeys(("q_norm", "k_norm"), s["head_dim"])
     )
     for i in range(s["layers"]):
         fused: dict[str, list[str]] = {}
-        for part in families.MATRICES:
+        dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
+        for part in families.MATRICES if dense else ("q", "k", "v", "o"):
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
             cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
@@ -151,7 +180,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
             if part in family.layer:
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
-        if architecture == "qwen2":
+        if family.mixture is not None and not dense:
+            experts(i, family.mixture)
+        if architecture in ("qwen2", "qwen2moe"):
             vector(f"blk.{i}.attn_q.bias", q, 0.0)
             vector(f"blk.{i}.attn_k.bias", kv, 0.0)
             vector(f"blk.{i}.attn_v.bias", kv, 0.0)

@@ -77,6 +77,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": YARN | {"rope_theta": 5e5},
     }),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 20}),
+    "qwen2_moe": ("Qwen2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
+    }),
+    "qwen2_moe-layers": ("Qwen2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
+        "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": True,
+        "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2,
+    }),
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 70, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "head_dim": 32,
+        "norm_topk_prob": True,
+    }),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granite_moe": ("GraniteMoe", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1, "logits_scaling": 8.0,
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+        "attention_bias": True, "use_qk_norm": True, "head_dim": 24, "routed_scaling_factor": 1.7,
+    }),
+    "glm4_moe-plain": ("Glm4Moe", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 1,
+        "num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_start_index": 2,
+    }),
     "gemma3": ("Gemma3", {
         "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
         "rope_parameters": {
@@ -98,6 +129,9 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
             parameter.add_(torch.randn_like(parameter) * spread)
             if "norm" in parameter_name and family != "Gemma3":
                 parameter.abs_()
+        for buffer_name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in buffer_name:
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder)
     return model.to(torch.float32).eval()
 
@@ -198,10 +232,15 @@ ARCHITECTURES = {
     "Mistral": "llama",
     "SeedOss": "seed_oss",
     "Olmo3": "olmo2",
+    "Mixtral": "llama",
+    "GraniteMoe": "granitemoe",
+    "Glm4Moe": "glm4moe",
+    "Ernie4_5_Moe": "ernie4_5-moe",
 }  # general.architecture, where it is not the family's name
 
 
-FOLDERS_ALONE = ("mistral-window", "ministral", "granite4")  # the last one's files are granite's
+# Of some the format cannot say what they have; granite4's files are granite's.
+FOLDERS_ALONE = ("mistral-window", "ministral", "granite4", "mixtral-window", "qwen2_moe-layers")
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FOLDERS_ALONE])

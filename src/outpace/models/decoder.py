@@ -95,12 +95,8 @@ class Decoder:
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
-        q, kv, hidden, experts = (
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self.hidden,
-            self.mixture(layer),
-        )
+        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        experts = self.mixture(layer)
         inner = self.inner if experts is None else experts.shared
         found = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
         if inner:
@@ -180,7 +176,8 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         known = ", ".join(each.model for each in families.FAMILIES)
         inner = f" around {config.get('text_config', {}).get('model_type')!r}" if named in families.WRAPPERS else ""
         raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
-    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config}, verdict=verdict)
+    renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
+    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **renamed, **config}, verdict=verdict)
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:

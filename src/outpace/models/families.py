@@ -23,8 +23,8 @@ OUTER: Names = {
 }
 SPELLINGS = ("blk.{}.{}", "model.layers.{}.{}")  # of a part of a layer: GGUF's, Hugging Face's
 
-# Of a mixture of experts: the names of a layer's tensor, whole, in GGUF files and in Hugging Face's, the first that a file
-# has; {} is an expert's number, and without it the tensor has all experts.
+# Of a mixture of experts: the names of a layer's tensor, whole, in GGUF files and in Hugging Face's, the first that a
+# file has; {} is an expert's number, and without it the tensor has all experts.
 Places = tuple[tuple[str, ...], tuple[str, ...]]
 
 # The numbers of a description: our name -> GGUF's key behind the architecture's, config.json's.
@@ -175,6 +175,7 @@ class Family:
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # of its config.json, where they differ from ``KEYS``
     absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names that keys of its config.json may have
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
 
@@ -306,6 +307,7 @@ FAMILIES = (
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 8,
             "num_experts_per_tok": 2, "intermediate_size": 14336,
         },
+        aliases={"num_experts": "num_local_experts"},
     ),
     Family(
         "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe", {**_LAYER, **_NORMS_BEFORE}, "qwen2moe",
@@ -326,10 +328,15 @@ FAMILIES = (
     Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS}, "qwen3moe",
         windows=Windows(every=True, flag="use_sliding_window"),
-        mixture=Mixture(renormalise_key="norm_topk_prob", step="decoder_sparse_step", dense="mlp_only_layers"),
+        mixture=Mixture(
+            count="num_local_experts", renormalise_key="norm_topk_prob", step="decoder_sparse_step",
+            dense="mlp_only_layers",
+        ),
+        aliases={"num_experts": "num_local_experts"},
         absent={
             "num_key_value_heads": 4, "sliding_window": 4096, "max_position_embeddings": 32768,
-            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_local_experts": 128,
+            "num_experts_per_tok": 8,
         },
     ),
     Family(
@@ -340,6 +347,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "intermediate_size": 2048, "num_experts": 64,
             "num_experts_per_tok": 8,
         },
+        aliases={"num_local_experts": "num_experts"},
     ),
     Family(
         "granite_moe", "GraniteMoeForCausalLM", "granitemoe", {**_LAYER, **_NORMS_BEFORE}, "granitemoe",
@@ -374,6 +382,7 @@ FAMILIES = (
             scale="routed_scaling_factor", first="first_k_dense_replace",
         ),
         requires={"n_group": (1,), "topk_group": (1,)},
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         absent={
             "num_attention_heads": 96, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
             "max_position_embeddings": 131072, "intermediate_size": 10944, "moe_intermediate_size": 1408,
@@ -401,6 +410,7 @@ FAMILIES = (
             "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
             "moe_layer_end_index": -1, "moe_layer_interval": 1,
         },
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     ),
 )  # fmt: skip
 

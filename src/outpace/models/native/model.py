@@ -171,7 +171,7 @@ def load_native(
         raise ModelError(
             f"{weights.name} cannot be served by the native backend: {error or 'out of memory'}"
         ) from error
-    stored = target if target != "keep" else weights.matrix(0, "up").type.lower()
+    stored = target if target != "keep" else weights.kind.lower()
     info = ModelInfo(
         name=name or weights.name,
         backend="native",

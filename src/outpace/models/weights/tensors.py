@@ -40,6 +40,12 @@ class Weights:
         # Rows of q and k are in GGUF's order.
         self.interleaved = decoder.family.interleaved and (spelling == 0 or decoder.family.neighbours)
 
+    @property
+    def kind(self) -> str:
+        """The type of a layer's up matrix, or of its experts', which is most of a model."""
+        mixed = self._decoder.mixed
+        return self.experts(mixed.index(True), "up").type if any(mixed) else self.matrix(0, "up").type
+
     def unused(self) -> list[str]:
         """Tensors that are not read: with them the decoder would compute something else."""
         left = self._tensors.keys() - {full for full, *_ in self._every()} - _BESIDE[self._spelling]
@@ -170,8 +176,7 @@ class Weights:
                 )
             return JoinedTensor(each[0].type, columns, count, rows, padding, lambda i: each[i].data)
         stored = self._found(full)
-        halves = part != "down" and mixture.experts["gate"][self._spelling] == mixture.experts["up"][self._spelling]
-        halves = halves or full.endswith("gate_up_proj")
+        halves = part != "down" and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
         if stored.shape != (count, size, columns):
             raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, size, columns]}")
@@ -229,9 +234,9 @@ class Weights:
 
     def _every(self) -> Iterator[tuple[str, str, str]]:
         """Every tensor that may be read: its name, Hugging Face's name, the part."""
-        column, family = self._spelling, self._decoder.family
-        for part, names in OUTER.items():
-            yield f"{names[column]}.weight", f"{names[1]}.weight", part
+        column = self._spelling
+        for part, both in OUTER.items():
+            yield f"{both[column]}.weight", f"{both[1]}.weight", part
         for layer in range(self._decoder.layers):
             names = self._names(layer)
             for part in names:
