@@ -42,6 +42,16 @@ MORE: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
         "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
     },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "granite_moe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+                    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+                    "logits_scaling": 2.0},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
 }  # fmt: skip
 TEXT = np.random.default_rng(5).integers(3, 90, 30).astype(np.int32)
 OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not say what else could stand there
@@ -68,6 +78,8 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "sliding_window_pattern": [2, 3], "max_window_layers": [0, 2], "use_bidirectional_attention": [True],
     "rope_theta": [300.0], "partial_rotary_factor": [0.5], "rope_scaling": [{"rope_type": "linear", "factor": 4.0}],
     "rope_local_base_freq": [300.0], "clip_qkv": [0.5], "attention_bias": [True], "mlp_bias": [True],
+    "mlp_only_layers": [[1], [0, 2]], "moe_layer_end_index": [-1, 2], "num_nextn_predict_layers": [0, 2],
+    "n_group": [2], "topk_group": [2], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
     "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
 }  # fmt: skip
 
