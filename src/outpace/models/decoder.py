@@ -177,7 +177,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         inner = f" around {config.get('text_config', {}).get('model_type')!r}" if named in families.WRAPPERS else ""
         raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
     renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
-    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **renamed, **config}, verdict=verdict)
+    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
@@ -189,7 +189,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         if facts.get(key):
             raise facts.fail(f"{REFUSED[key]} ({key})")
     if (other := families.unmet(family, facts.get)) is not None:
-        only = " or ".join(family.requires[other[0]])
+        only = " or ".join(map(str, family.requires[other[0]]))
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
     layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
     rotated = _rotated(facts, family, layers)
@@ -404,7 +404,8 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
     rule, layers = family.windows, len(rotated)
     if rule is None:
         return [0] * layers
-    there = (rule.flag is None or facts.get(rule.flag)) and facts.get(KEYS["window"][_FOLDER]) is not None
+    none = (None, 0) if rule.every_other_below else (None,)  # transformers' own folders of that family have 0
+    there = (rule.flag is None or facts.get(rule.flag)) and facts.get(KEYS["window"][_FOLDER]) not in none
     window = facts.whole(KEYS["window"][_FOLDER]) if there else 0
     if rule.every:
         return [window] * layers

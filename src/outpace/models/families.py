@@ -175,7 +175,7 @@ class Family:
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # of its config.json, where they differ from ``KEYS``
     absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other names that keys of its config.json may have
+    aliases: Mapping[str, str] = field(default_factory=dict)  # names that count before those of its config.json
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
 
@@ -329,14 +329,12 @@ FAMILIES = (
         "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS}, "qwen3moe",
         windows=Windows(every=True, flag="use_sliding_window"),
         mixture=Mixture(
-            count="num_local_experts", renormalise_key="norm_topk_prob", step="decoder_sparse_step",
-            dense="mlp_only_layers",
+            renormalise_key="norm_topk_prob", step="decoder_sparse_step", dense="mlp_only_layers",
         ),
-        aliases={"num_experts": "num_local_experts"},
+        aliases={"num_local_experts": "num_experts"},
         absent={
             "num_key_value_heads": 4, "sliding_window": 4096, "max_position_embeddings": 32768,
-            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_local_experts": 128,
-            "num_experts_per_tok": 8,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
         },
     ),
     Family(
