@@ -342,7 +342,11 @@ def _gguf_experts(
             ("leading_dense_block_count", 0, rule.first), ("interleave_moe_layer_step", 1, rule.step and rule.first),
         )
     )  # fmt: skip
-    if not any(mixed) or mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
+    if not any(mixed):
+        raise facts.fail(
+            f"it is a mixture of experts ({facts.prefix}expert_count), and no layer has the tensor {router}"
+        )
+    if mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
         where = f"leading_dense_block_count {dense}, interleave_moe_layer_step {step}"
         raise facts.fail(f"other layers have a router than its description says ({where})")
     names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["gate"][_GGUF]]
@@ -354,6 +358,7 @@ def _gguf_experts(
         shared = size[0]
     said = {"expert_feed_forward_length": inner}
     said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
+    said |= {"feed_forward_length": inner} if rule.inner == KEYS["inner"][_FOLDER] else {}
     said |= {"expert_shared_count": shared // inner} if rule.shared_count else {}
     for key, value in said.items():
         if facts.whole(key, value, least=0) != value:
@@ -361,7 +366,8 @@ def _gguf_experts(
     gating = facts.whole("expert_gating_func", 0, least=0)
     if gating and _GATING.get(gating) != rule.score:
         raise facts.fail(f"its {facts.prefix}expert_gating_func is {gating}, where its family has {rule.score}")
-    renormalise = facts.get("expert_weights_norm", False if rule.renormalise_in_gguf else rule.gguf_renormalises)
+    usual = not rule.renormalise_in_gguf and rule.gguf_renormalises
+    renormalise = facts.flag("expert_weights_norm", usual)
     if not rule.renormalise_in_gguf and renormalise != rule.gguf_renormalises:
         raise facts.fail(f"its {facts.prefix}expert_weights_norm is {renormalise}, which its family's files never mean")
     return Experts(
@@ -370,7 +376,7 @@ def _gguf_experts(
         inner=inner,
         shared=shared,
         score=rule.score,
-        renormalise=bool(renormalise),
+        renormalise=renormalise,
         least_total=rule.least_total,
         scale=facts.number("expert_weights_scale", 1.0) if rule.scale else 1.0,
     ), mixed  # fmt: skip
