@@ -56,7 +56,7 @@ def export(
     if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    if architecture in ("gemma2", "gemma3", "phi3", "starcoder2"):
+    if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -136,7 +136,19 @@ def _tensors(model: Any, config: Any) -> Iterator[tuple[str, F32]]:
     """By the names that a checkpoint has, but for experts, which a file has joined, gate and up apart."""
     for name, weight in model.state_dict().items():
         values = weight.numpy()
-        if name.endswith("experts.gate_up_proj"):
+        woven = config.model_type == "gpt_oss"
+        if woven and ("experts.gate_up_proj" in name or "experts.down_proj" in name):
+            kind = "bias" if name.endswith("_bias") else "weight"
+            rows = values if kind == "bias" else values.swapaxes(1, 2)
+            place = name[: name.index("experts.") + len("experts.")]
+            if "gate_up" in name:
+                yield f"{place}gate_proj.{kind}", rows[:, ::2]
+                yield f"{place}up_proj.{kind}", rows[:, 1::2]
+            else:
+                yield f"{place}down_proj.{kind}", rows
+        elif name.endswith("sinks"):
+            yield f"{name}.weight", values
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight".replace("block_sparse_moe", "mlp"), half
         elif name.endswith("experts.down_proj"):

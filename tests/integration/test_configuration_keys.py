@@ -51,6 +51,8 @@ MORE: dict[str, dict[str, Any]] = {
                     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                     "logits_scaling": 2.0},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 9,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
 }  # fmt: skip
 TEXT = np.random.default_rng(5).integers(3, 90, 30).astype(np.int32)

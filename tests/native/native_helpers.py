@@ -108,7 +108,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10000.0)
-    if architecture in ("gemma3", "phi3"):
+    if architecture in ("gemma3", "phi3", "gpt-oss"):
         out.add_sliding_window(s.get("window", 512))
 
     if s.get("tokenizer"):
@@ -159,6 +159,13 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
                 matrix(f"{at}{mixture.shared[part][0]}.weight", rows, cols)
         if mixture.shared_gate:
             vector(f"{at}{mixture.shared_gate[0][0]}", hidden, 0.0)
+        for part, n in (("router", count), ("gate", count * inner), ("up", count * inner), ("down", count * hidden)):
+            if part in mixture.biases:
+                values = rng.normal(0, 0.1, n).astype(np.float32)
+                name = f"{at}{mixture.biases[part][0][0]}"
+                out.add_tensor(name, values if part == "router" else values.reshape(count, -1))
+        if family.sinks is not None:
+            vector(f"{at}{family.sinks[0][0]}", s["heads"], 0.0)
         if mixture.choice_bias:
             vector(f"{at}{mixture.choice_bias[0][0]}", count, 0.0)
 
@@ -182,7 +189,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if family.mixture is not None and not dense:
             experts(i, family.mixture)
-        if architecture in ("qwen2", "qwen2moe"):
+        if architecture == "gpt-oss":
+            vector(f"blk.{i}.attn_output.bias", hidden, 0.0)
+        if architecture in ("qwen2", "qwen2moe", "gpt-oss"):
             vector(f"blk.{i}.attn_q.bias", q, 0.0)
             vector(f"blk.{i}.attn_k.bias", kv, 0.0)
             vector(f"blk.{i}.attn_v.bias", kv, 0.0)

@@ -104,6 +104,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": False,
         "first_k_dense_replace": 0,
     }),
+    "gpt_oss": ("GptOss", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 20,
+        "num_hidden_layers": 4, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 128,
+        },
+    }),
     "ernie4_5_moe": ("Ernie4_5_Moe", {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 1,
         "num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_start_index": 2,
@@ -234,6 +241,7 @@ ARCHITECTURES = {
     "Olmo3": "olmo2",
     "Mixtral": "llama",
     "GraniteMoe": "granitemoe",
+    "GptOss": "gpt-oss",
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
 }  # general.architecture, where it is not the family's name

@@ -19,6 +19,7 @@ from outpace.models.weights.gguf import GGUFFile
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _MOST_LAYERS = 1 << 12
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = frozenset(ACTIVATIONS.values())  # others are a family's own, which its configuration calls silu
 _MOST_EXPERTS = 1 << 14
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
@@ -136,7 +137,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
     longest = facts.whole(KEYS["max_length"][_GGUF])
-    ropes = [rope.from_gguf(facts, bases[0], head_dim, family.rotates_part, longest, *factors)]
+    ropes = [
+        rope.from_gguf(
+            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates
+        )
+    ]
     # What stretches rotations is meant for layers that see all.
     ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
@@ -183,7 +188,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
     activation = facts.get(family.activation_key)
-    if ACTIVATIONS.get(str(activation)) != family.activation:
+    if ACTIVATIONS.get(str(activation)) != (family.activation if family.activation in _ACTIVATIONS else "silu"):
         raise facts.fail(f"its activation {activation!r} is not supported")
     for key in family.refuses:
         if facts.get(key):

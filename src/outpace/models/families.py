@@ -115,7 +115,7 @@ class Mixture:
     shared_gate: Places | None = None  # one row: the logistic of its product is the shared expert's weight
     choice_bias: Places | None = None  # is added to scores for the choice alone
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
-    woven: bool = False  # Hugging Face has inputs by outputs, gate's and up's in turn
+    woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
     count: str = "num_experts"
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
@@ -151,7 +151,8 @@ class Family:
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
-    sinks: tuple[str, str] | None = None  # tensors of a layer: logits of each head's softmax that have no value
+    sinks: Places | None = None  # logits of each head's softmax that have no value
+    yarn_truncates: bool = True  # in GGUF files, which do not say it
     norms_flag: str | None = None  # the key of config.json without which queries and keys have no norms
     heads_beyond: str | None = None  # a key: so many layers behind the last one draft, and are left out
     neighbours: bool = False  # safetensors, too, have the order of rows that ``interleaved`` says
@@ -409,6 +410,38 @@ FAMILIES = (
             "moe_layer_end_index": -1, "moe_layer_interval": 1,
         },
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    ),
+    Family(
+        "gpt_oss", "GptOssForCausalLM", "gpt_oss",
+        {**_LAYER, **_NORMS_BEFORE, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")}, "gpt-oss",
+        ropes=(RopeSource(150000.0),), windows=Windows(full_every=2), activation="clamped_silu",
+        sinks=(("attn_sinks.weight",), ("self_attn.sinks",)), yarn_truncates=False,
+        requires={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("mlp.router.weight",)),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}",))
+                for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+            },
+            biases={
+                "router": (("ffn_gate_inp.bias",), ("mlp.router.bias",)),
+                **{
+                    part: ((f"ffn_{part}_exps.bias",), (f"mlp.experts.{theirs}_bias",))
+                    for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+                },
+            },
+            woven=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
+        ),
+        absent={
+            "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "sliding_window": 128, "attention_bias": True, "intermediate_size": 2880, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        aliases={"num_experts": "num_local_experts"},
     ),
 )  # fmt: skip
 

@@ -59,11 +59,19 @@ def from_config(facts: Facts, width: int, part: bool, longest: int) -> Rope:
 
 
 def from_gguf(
-    facts: Facts, base: float, width: int, part: bool, longest: int, divisors: F32 | None, short: F32 | None
+    facts: Facts,
+    base: float,
+    width: int,
+    part: bool,
+    longest: int,
+    divisors: F32 | None,
+    short: F32 | None,
+    truncate: bool = True,
 ) -> Rope:
     """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated, contexts up to ``longest``.
 
-    ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any.
+    ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any. ``truncate``: bounds of
+    yarn are whole dimensions.
     """
     rotated = facts.whole("rope.dimension_count", width, most=width)
     if rotated != width and not part:
@@ -86,7 +94,7 @@ def from_gguf(
         fast, slow = (
             facts.number(f"rope.scaling.yarn_beta_{end}", value) for end, value in (("fast", 32.0), ("slow", 1.0))
         )
-        frequencies = _stretched_by_turns(base, rotated, float(stretch), original, fast, slow)
+        frequencies = _stretched_by_turns(base, rotated, float(stretch), original, fast, slow, truncate)
         scale *= _mscale(float(stretch))
         if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise facts.fail("its yarn is applied in part (rope.scaling.yarn_ext_factor)")

@@ -158,7 +158,7 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
                 "router": matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
                 **weights.mixture_vectors(i),
             }  # fmt: skip
-        vectors = {name: weights.vector(i, name) for name in _VECTORS}
+        vectors = {name: weights.vector(i, name) for name in _VECTORS} | {"sinks": weights.sinks(i)}
         layers.append(layer | {name: values for name, values in vectors.items() if values is not None})
     head = embedding = matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
     if not model.tied:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
@@ -178,6 +179,8 @@ class Weights:
         stored = self._found(full)
         halves = part != "down" and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
+        if mixture.woven and self._spelling:
+            return self._woven(full, stored, (count, columns, size), part, rows, padding)
         if stored.shape != (count, size, columns):
             raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, size, columns]}")
         row = stored.n_bytes // (count * size)
@@ -185,6 +188,26 @@ class Weights:
             stored.type, columns, count, rows, padding,
             lambda i: stored.part((i * size + first) * row, rows * row),
         )  # fmt: skip
+
+    def _woven(
+        self, full: str, stored: StoredTensor, shape: tuple[int, int, int], part: str, rows: int, padding: int
+    ) -> JoinedTensor:
+        """A part of experts that are stored [count, inputs, outputs], those of gate and up in turn."""
+        count, inputs, outputs = shape
+        if stored.shape != shape or stored.type not in safetensors.FLOATS:
+            raise ModelError(
+                f"{self.name}: {full} is {list(stored.shape)} of type {stored.type}, "
+                f"but must be {list(shape)} of floats"
+            )
+        size = stored.n_bytes // (count * inputs * outputs)
+        every = slice(int(part == "up"), None, outputs // rows)
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            each = inputs * outputs * size
+            values = stored.part(i * each, each).view(f"u{size}").reshape(inputs, outputs)
+            return np.ascontiguousarray(values[:, every].T).view(np.uint8).reshape(-1)
+
+        return JoinedTensor(stored.type, inputs, count, rows, padding, read)
 
     def router(self, layer: int) -> JoinedTensor:
         """A layer's router, float32 [experts, hidden], and behind it the shared expert's gate, where it has one."""
@@ -205,10 +228,21 @@ class Weights:
         mixture = self._decoder.family.mixture
         assert mixture is not None
         places = {"choice_bias": mixture.choice_bias} if mixture.choice_bias else {}
-        return {
-            name: np.ascontiguousarray(self._unpack(self._needed(layer, place)).reshape(-1), np.float32)
-            for name, place in places.items()
-        }
+        places |= {f"{part}_bias": place for part, place in mixture.biases.items()}
+        found = {}
+        for name, place in places.items():
+            values = self._unpack(self._needed(layer, place))
+            if name in ("gate_bias", "up_bias"):
+                if mixture.woven and self._spelling:
+                    values = values[:, int(name == "up_bias") :: 2]
+                values = np.pad(values, ((0, 0), (0, -values.shape[1] % EXPERT_ROWS)))
+            found[name] = np.ascontiguousarray(values.reshape(-1), np.float32)
+        return found
+
+    def sinks(self, layer: int) -> F32 | None:
+        """A layer's sinks, float32 [heads]; None: its family has none. Raises ModelError when they are missing."""
+        places = self._decoder.family.sinks
+        return None if places is None else self._unpack(self._needed(layer, places)).reshape(-1).astype(np.float32)
 
     def _needed(self, layer: int, places: Places) -> str:
         full = self._first(layer, places)
@@ -228,7 +262,8 @@ class Weights:
         for places in mixture.experts.values():
             full = self._first(layer, places)
             yield from (full.format(i) for i in range(experts.count if "{}" in full else 1))
-        for place in (mixture.router, mixture.shared_gate, mixture.choice_bias):
+        sinks = self._decoder.family.sinks
+        for place in (mixture.router, mixture.shared_gate, mixture.choice_bias, *mixture.biases.values(), sinks):
             if place is not None:
                 yield self._first(layer, place)
 
