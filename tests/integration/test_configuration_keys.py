@@ -81,7 +81,7 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "rope_theta": [300.0], "partial_rotary_factor": [0.5], "rope_scaling": [{"rope_type": "linear", "factor": 4.0}],
     "rope_local_base_freq": [300.0], "clip_qkv": [0.5], "attention_bias": [True], "mlp_bias": [True],
     "mlp_only_layers": [[1], [0, 2]], "moe_layer_end_index": [-1, 2], "num_nextn_predict_layers": [0, 2],
-    "n_group": [2], "topk_group": [2], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
+    "n_group": [2], "topk_group": [2], "swiglu_limit": [0.5], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
     "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
 }  # fmt: skip
 

@@ -18,8 +18,8 @@ from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _MOST_LAYERS = 1 << 12
+# By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ACTIVATIONS = frozenset(ACTIVATIONS.values())  # others are a family's own, which its configuration calls silu
 _MOST_EXPERTS = 1 << 14
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
@@ -188,7 +188,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
     activation = facts.get(family.activation_key)
-    if ACTIVATIONS.get(str(activation)) != (family.activation if family.activation in _ACTIVATIONS else "silu"):
+    if ACTIVATIONS.get(str(activation)) != family.activation and family.activation in ACTIVATIONS.values():
         raise facts.fail(f"its activation {activation!r} is not supported")
     for key in family.refuses:
         if facts.get(key):
@@ -438,7 +438,7 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
     elif not rule.full_every:
         windowed = [bool(there)] * layers
     else:
-        every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every)
+        every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every) if rule.full_every_key else rule.full_every
         windowed = [(i + 1) % every != 0 for i in range(layers)]
     if any(windowed) and not there:
         raise facts.fail("some of its layers see a window (layer_types), and sliding_window does not say how long")

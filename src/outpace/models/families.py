@@ -83,6 +83,7 @@ class Windows:
 
     every: bool = False  # all layers; else config.json's layer_types and GGUF's pattern say which
     full_every: int = 0  # where they do not say: every so-many-th layer sees all; 0: none does
+    full_every_key: bool = True  # config.json may say another number
     flag: str | None = None  # a key of config.json without which there are none; GGUF files then have none, too
     first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
     unrotated: bool = False  # where it does not say, layers without rotation have one
@@ -414,7 +415,8 @@ FAMILIES = (
     Family(
         "gpt_oss", "GptOssForCausalLM", "gpt_oss",
         {**_LAYER, **_NORMS_BEFORE, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")}, "gpt-oss",
-        ropes=(RopeSource(150000.0),), windows=Windows(full_every=2), activation="clamped_silu",
+        ropes=(RopeSource(150000.0),), windows=Windows(full_every=2, full_every_key=False),
+        activation="clamped_silu",
         sinks=(("attn_sinks.weight",), ("self_attn.sinks",)), yarn_truncates=False,
         requires={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
         mixture=Mixture(
