@@ -88,8 +88,13 @@ class TargetWeights:
     def layer(self, index: int) -> dict[str, Tensor]:
         """A layer's matrices (``q`` .. ``down``, rows in Hugging Face's order) and ``attn_norm``, ``ffn_norm``.
 
-        These are ones where the target has no norm before a branch.
+        These are ones where the target has no norm before a branch. Raises ParameterError for a mixture of experts.
         """
+        if self.decoder.mixture(index) is not None:
+            raise ParameterError(
+                f"layer {index} of {self._weights.name} is a mixture of experts, and no drafter can begin as one: "
+                "initialise it fresh"
+            )
         found = {name: self._values(index, name) for name in MATRICES}
         for name in ("attn_norm", "ffn_norm"):
             values = self._weights.vector(index, name)
