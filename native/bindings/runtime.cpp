@@ -29,11 +29,11 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
 
 Experts experts_of(const nb::dict& d) {
     Experts e{};
-    read<int, Experts>(d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
+    read<int, Experts>(
+        d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
     read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}});
     read<float, Experts>(d, e, {{"least_total", &Experts::least_total}, {"scale", &Experts::scale}});
-    read<Matrix, Experts>(
-        d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
+    read<Matrix, Experts>(d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
     read<std::vector<float>, Experts>(d, e,
         {{"router_bias", &Experts::router_bias}, {"choice_bias", &Experts::choice_bias}, {"gate_bias", &Experts::gate_bias},
             {"up_bias", &Experts::up_bias}, {"down_bias", &Experts::down_bias}});
@@ -70,7 +70,8 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
-    if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu") throw std::invalid_argument("unknown activation '" + activation + "'");
+    if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu")
+        throw std::invalid_argument("unknown activation '" + activation + "'");
     config.activation = activation == "silu"        ? Activation::Silu
                         : activation == "gelu_tanh" ? Activation::GeluTanh
                                                     : Activation::ClampedSilu;

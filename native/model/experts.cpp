@@ -146,8 +146,8 @@ void Model::Run::expert_down(const Experts& e, const Routes::Group& group, int s
 bool Model::Run::mixture(Seat& me, const Layer& l, int index) {
     const Experts& e = l.experts;
     share(me, kClaimRouter, index, e.router.blocks, [&](int begin, int end) {
-        k_.matmul(e.router, s_.in[static_cast<size_t>(mine(me))].get(e.router.acts()), n_, begin, end, s_.router.get(),
-            e.router.out_padded());
+        k_.matmul(
+            e.router, s_.in[static_cast<size_t>(mine(me))].get(e.router.acts()), n_, begin, end, s_.router.get(), e.router.out_padded());
     });
     if (e.shared > 0) gate_up(me, l, index);
     if (!meet(me)) return false;

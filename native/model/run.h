@@ -106,7 +106,9 @@ private:
         k_.add(x(me, t), y, c_.hidden);
     }
 
-    const float* product_of(int t, const Matrix& m) const { return s_.y.get() + static_cast<size_t>(t) * static_cast<size_t>(m.out_padded()); }
+    const float* product_of(int t, const Matrix& m) const {
+        return s_.y.get() + static_cast<size_t>(t) * static_cast<size_t>(m.out_padded());
+    }
 
     void keep_hidden(const Seat& me, int t, int layer) {
         if (batch_.hidden_layers.empty() || (solo_ && me.rank != 0)) return;
@@ -202,9 +204,8 @@ private:
 
     void gate_up(const Seat& me, const Layer& l, int index);
     void down(const Seat& me, const Layer& l, int index) {
-        share(me, kClaimDown, index, l.down.blocks, [&](int begin, int end) {
-            k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded());
-        });
+        share(me, kClaimDown, index, l.down.blocks,
+            [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
     }
 
     // Of a mixture of experts; experts.cpp.

@@ -95,8 +95,8 @@ Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, 
 size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down})
+        for (const Matrix* m :
+            {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up, &l.experts.down})
             bytes += m->bytes();
     return bytes;
 }

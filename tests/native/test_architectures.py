@@ -21,6 +21,7 @@ from outpace.models.native.build import estimate
 from outpace.models.native.model import load_native
 from outpace.models.options import LoadOptions
 from outpace.models.weights.gguf import GGUFFile
+from outpace.models.weights.safetensors import read_folder
 from tests.exported import export
 
 COMMON: dict[str, Any] = {
@@ -159,7 +160,19 @@ def test_folder_in_float32(name: str, isa: str, tmp_path: Path, rng: np.random.G
     assert np.abs(feed(ours, row, tokens) - expected).max() < 2e-3 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "granite_moe", "ernie4_5_moe"])
+def test_experts_in_one_tensor(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """As transformers has them in memory, and writes them where it is asked to."""
+    model = saved(name, tmp_path / "apart")
+    model.save_pretrained(tmp_path / "joined", save_original_format=False)
+    _, tensors = read_folder(tmp_path / "joined")
+    assert any(tensor.endswith("experts.gate_up_proj") for tensor in tensors)
+    tokens = rng.integers(0, 120, 60)
+    found = [load_native(tmp_path / at, dtype="float32", kv_dtype="float32") for at in ("apart", "joined")]
+    assert np.array_equal(*(feed(each, each.kv.alloc(), tokens) for each in found))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_folder_in_sixteen_bits(
     name: str, dtype: torch.dtype, isa: str, tmp_path: Path, rng: np.random.Generator
@@ -345,10 +358,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
 )
-def test_estimate(kind: str, tiny: Tiny) -> None:
-    sizes = {"hidden": 256, "inner": 256, "head_dim": 64} if BLOCKS[kind][0] == 256 else {}
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe"])
+def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
+    sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
-        model = tiny.load(kind, sizes=sizes, **options)
+        model = tiny.load(kind, architecture, sizes, **options)
         info = model.info
-        assert estimate(tiny.path(kind, **sizes), **options) == (info.weight_bytes, info.kv_bytes_per_position)
+        assert estimate(tiny.path(kind, architecture, **sizes), **options) == (
+            info.weight_bytes,
+            info.kv_bytes_per_position,
+        )
         model.close()
