@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -215,38 +216,56 @@ class Weights:
         assert mixture is not None
         assert experts is not None
         hidden = self._decoder.hidden
-        places = [mixture.router, *([mixture.shared_gate] if mixture.shared_gate and experts.shared else [])]
-        values = np.concatenate([self._unpack(self._needed(layer, place)).reshape(-1, hidden) for place in places])
-        rows = experts.count + len(places) - 1
-        if len(values) != rows:
-            raise ModelError(f"{self.name}: the router of layer {layer} has {len(values)} rows, but must have {rows}")
-        whole = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
-        return JoinedTensor("F32", hidden, 1, rows, 0, lambda i: whole)
+        parts = [(mixture.router, experts.count)]
+        if mixture.shared_gate is not None and experts.shared:
+            parts.append((mixture.shared_gate, 1))
+        for places, rows in parts:
+            self._sized(layer, places, rows, hidden)
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            values = np.concatenate([self._numbers(layer, places, rows, hidden) for places, rows in parts])
+            return values.view(np.uint8).reshape(-1)
+
+        return JoinedTensor("F32", hidden, 1, sum(rows for _, rows in parts), 0, read)
 
     def mixture_vectors(self, layer: int) -> dict[str, F32]:
         """The biases of a layer's mixture, float32 [n], by the runtime's names; those that the family has."""
-        mixture = self._decoder.family.mixture
+        mixture, experts = self._decoder.family.mixture, self._decoder.mixture(layer)
         assert mixture is not None
-        places = {"choice_bias": mixture.choice_bias} if mixture.choice_bias else {}
-        places |= {f"{part}_bias": place for part, place in mixture.biases.items()}
-        found = {}
-        for name, place in places.items():
-            values = self._unpack(self._needed(layer, place))
-            if name in ("gate_bias", "up_bias"):
-                if mixture.woven and self._spelling:
-                    values = values[:, int(name == "up_bias") :: 2]
-                values = np.pad(values, ((0, 0), (0, -values.shape[1] % EXPERT_ROWS)))
-            found[name] = np.ascontiguousarray(values.reshape(-1), np.float32)
+        assert experts is not None
+        count, inner, found = experts.count, experts.inner, {}
+        if mixture.choice_bias is not None:
+            found["choice_bias"] = self._numbers(layer, mixture.choice_bias, count)
+        for part, places in mixture.biases.items():
+            if part == "router":
+                values = self._numbers(layer, places, count)
+            elif part == "down":
+                values = self._numbers(layer, places, count, self._decoder.hidden)
+            elif mixture.woven and self._spelling:
+                values = self._numbers(layer, places, count, 2 * inner)[:, int(part == "up") :: 2]
+            else:
+                values = self._numbers(layer, places, count, inner)
+            if part in ("gate", "up"):
+                values = np.pad(values, ((0, 0), (0, -inner % EXPERT_ROWS)))
+            found[f"{part}_bias"] = np.ascontiguousarray(values.reshape(-1))
         return found
 
     def sinks(self, layer: int) -> F32 | None:
         """A layer's sinks, float32 [heads]; None: its family has none. Raises ModelError when they are missing."""
         places = self._decoder.family.sinks
-        return None if places is None else self._unpack(self._needed(layer, places)).reshape(-1).astype(np.float32)
+        return None if places is None else self._numbers(layer, places, self._decoder.heads)
 
-    def _needed(self, layer: int, places: Places) -> str:
+    def _numbers(self, layer: int, places: Places, *shape: int) -> F32:
+        """A tensor's values, float32 in ``shape``. Raises ModelError when it is missing or of another size."""
+        values: F32 = np.ascontiguousarray(self._unpack(self._sized(layer, places, *shape)).reshape(shape), np.float32)
+        return values
+
+    def _sized(self, layer: int, places: Places, *shape: int) -> str:
+        """The name of a tensor that has as many values as ``shape``."""
         full = self._first(layer, places)
-        self._found(full)
+        stored = self._found(full)
+        if math.prod(stored.shape) != math.prod(shape):
+            raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {list(shape)}")
         return full
 
     def _first(self, layer: int, places: Places) -> str:
