@@ -21,7 +21,7 @@ from outpace.models.native.build import estimate
 from outpace.models.native.model import load_native
 from outpace.models.options import LoadOptions
 from outpace.models.weights.gguf import GGUFFile
-from outpace.models.weights.safetensors import read_folder
+from outpace.models.weights.safetensors import read_folder, write
 from tests.exported import export
 
 COMMON: dict[str, Any] = {
@@ -170,6 +170,44 @@ def test_experts_in_one_tensor(name: str, tmp_path: Path, rng: np.random.Generat
     tokens = rng.integers(0, 120, 60)
     found = [load_native(tmp_path / at, dtype="float32", kv_dtype="float32") for at in ("apart", "joined")]
     assert np.array_equal(*(feed(each, each.kv.alloc(), tokens) for each in found))
+
+
+def test_layers_that_only_draft_are_left_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A published GLM-4.5 has one behind its last layer, in a GGUF file among its blocks."""
+    model = saved("glm4_moe", tmp_path)
+    tokens = rng.integers(0, 120, 40)
+    expected = reference(model, tokens)
+    draft = np.ones((64, 128), np.float32)
+    write(tmp_path / "draft.safetensors", {"model.layers.3.eh_proj.weight": draft})
+    (tmp_path / "model.safetensors").rename(tmp_path / "main.safetensors")  # so that both count
+    path = export(model, "glm4moe", tmp_path / "m.gguf", extra="blk.3.nextn.enorm.weight")
+    file = GGUFFile.open(path)
+    file.metadata |= {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    for at in (tmp_path, file):
+        ours = load_native(at, dtype="float32", kv_dtype="float32")
+        assert np.abs(feed(ours, ours.kv.alloc(), tokens) - expected).max() < 2e-3 * np.abs(expected).max()
+    with pytest.raises(ModelError, match="nextn"):
+        load_native(path)
+
+
+def test_damaged_experts_are_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
+    path = tmp_path / "m.gguf"
+    for changes, message in (
+        ({"expert_count": 5}, r"ffn_gate_exps.weight is \[6, 96, 64\]"),
+        ({"expert_used_count": 7}, "expert_used_count is 7, not a whole number from 1 to 6"),
+        ({"expert_feed_forward_length": 64}, "expert_feed_forward_length is 64, and its tensors say 96"),
+        ({"expert_weights_norm": True}, "expert_weights_norm is True"),
+        ({"expert_gating_func": 2}, "expert_gating_func is 2"),
+    ):
+        file = GGUFFile.open(tiny.path("F32", "qwen2moe"))
+        file.metadata |= {f"qwen2moe.{key}": value for key, value in changes.items()}
+        with pytest.raises(ModelError, match=message):
+            load_native(file)
+    model = saved("qwen3_moe", tmp_path)
+    for leave_out in ("blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight"):
+        export(model, "qwen3moe", path, leave_out=leave_out)
+        with pytest.raises(ModelError, match=r"blk\.1\.ffn_up_exps|other layers have a router"):
+            load_native(path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe", "gpt_oss"])
