@@ -255,7 +255,7 @@ def test_gguf_against_transformers_on_the_same_values(
 def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
     from outpace.models.torch import gguf as gguf_transformers
 
-    for kind in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):
+    for kind in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_XS", "TQ2_0", "MXFP4"):
         path = tiny.path(kind, "llama", hidden=256, inner=512, head_dim=64)
         theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
         ours = load_native(path)
