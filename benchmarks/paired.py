@@ -1,9 +1,9 @@
 """Two versions of Outpace side by side: decoding speed of each drafter in one over the other, in one run.
 
-    python -m benchmarks paired BEFORE/src src --prompts spec_bench_dev.jsonl --rounds 6 -d none -d suffix
+    python -m benchmarks paired ../BEFORE . --prompts spec_bench_dev.jsonl --rounds 6 -d none -d suffix
 
-Each round runs both versions, in turn first (A B B A ...), every one in a process of its own with its extension built
-beside its sources; every round takes other prompts. A pair is one prompt by one drafter in both. Drafters take turns
+Each round runs both checkouts, in turn first (A B B A ...), every one in a process of its own with the Python of its
+`.venv`; every round takes other prompts. A pair is one prompt by one drafter in both. Drafters take turns
 prompt by prompt, so that a slow minute hits all alike.
 """
 
@@ -25,8 +25,10 @@ PHASES = ("draft", "target", "verify", "other")
 # What a version's process runs. It has to work with versions that lie elsewhere inside.
 WORKER = """
 import json, sys
+import outpace
 from outpace import Engine, SamplingParams
 
+assert outpace.__file__.startswith(sys.argv[2]), f"{outpace.__file__}: run ./scripts/setup in {sys.argv[2]}"
 given = json.loads(sys.argv[1])
 options = {"prefix_rows": 0}
 try:
@@ -53,7 +55,7 @@ print(json.dumps(found))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help="a version's src folder")
+    parser.add_argument("before", type=Path, help="a checkout with a .venv")
     parser.add_argument("after", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns")
     parser.add_argument("--model", default="demo")
@@ -90,14 +92,16 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _run(source: Path, work: dict[str, Any]) -> list[dict[str, Any]]:
-    cache = Path(tempfile.gettempdir()) / f"outpace-paired-{source.parent.name}"  # cost tables of each version's own
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(source),
-        "OUTPACE_CACHE": str(cache),
-    }
+    python = source / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{source} has no .venv: run ./scripts/setup there")
+    cache = Path(tempfile.gettempdir()) / f"outpace-paired-{source.name}"  # cost tables of each version's own
     done = subprocess.run(
-        [sys.executable, "-c", WORKER, json.dumps(work)], env=environment, capture_output=True, text=True, cwd="/"
+        [str(python), "-c", WORKER, json.dumps(work), f"{source}{os.sep}"],
+        env={**os.environ, "OUTPACE_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        cwd="/",
     )
     if done.returncode:
         raise SystemExit(f"{source} failed:\n{done.stderr[-2000:]}")

@@ -9,7 +9,9 @@ namespace {
 constexpr double kTries = 0.003;                     // of the time may go into tries
 constexpr double kOften = 8.0, kSeldom = 48.0;       // steps between two of them; the latter where the budget is not spent
 constexpr int kFruitless = 2;                        // drafts one after the other after which none is wider than was measured
-constexpr int kRest = 8;                             // steps that a drafter rests whose asking does not pay
+constexpr int kRest = 8, kLongRest = 10'000;         // steps that a drafter rests whose asking does not pay, at least and at most,
+constexpr double kAsked = 100.0;                     // and so many times as long as asking all rows takes,
+constexpr int kKnown = 4;                            // once it was asked so often
 constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
 constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
 
@@ -26,8 +28,11 @@ bool Policy::knows(int64_t row, int64_t request) const {
 
 void Policy::admit(int64_t row, const Kind& kind) {
     release(row);
-    rows_[row].kind = kind;
-    rows_[row].value = asking_[kind.drafter].value;
+    Row& own = rows_[row];
+    own.kind = kind;
+    const Asking& asker = asking_[kind.drafter];
+    own.value = asker.value;
+    if (asker.dear()) own.rests = static_cast<int>(std::max(asker.rested - step_, int64_t{0}));
 }
 
 void Policy::release(int64_t row) {
@@ -276,7 +281,13 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         const double value = chosen && !tries ? saved * decision.size / chosen : 0.0;
         row.value += (value - row.value) / 12;
         asker.value += (value - asker.value) / 48;
-        if (row.value < asker.each.median()) row.rests = kRest;
+        asker.worth += (value - asker.worth) / std::min(++asker.asked, 48);
+        if (row.value >= asker.each.median()) continue;
+        row.rests = kRest;
+        if (asker.asked < kKnown || !asker.dear()) continue;
+        const double steps = std::min(kAsked * asker.each.low() * static_cast<double>(count_), double{kLongRest});
+        row.rests = std::max(row.rests, static_cast<int>(steps));
+        asker.rested = step_ + row.rests;
     }
     fixed_ = own;
 }

@@ -98,9 +98,13 @@ private:
         Ratios each;                  // a row
         std::array<Ratios, 8> level;  // a level, by doublings of the rows
         double value = 0.05;          // plain steps that a row's asking saves, lately
+        double worth = 0.0;           // the same, from what was seen alone,
+        int asked = 0;                // so often
+        int64_t rested = 0;           // the step until which new rows do not ask either, where it is dear
         int rows = 0, levels = 0;     // in this step,
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
         bool behind = false;          // in this step it has to read more than what a step or two add
+        bool dear() const { return worth < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }

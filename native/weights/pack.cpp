@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "platform.h"
+#include "weights/grid.h"
 #include "weights/halves.h"
 #include "weights/packed_file.h"
 
@@ -105,6 +106,46 @@ Group group_of(Source source, const uint8_t* b, int g) {
             x.scale = static_cast<uint8_t>(((b[4 + g / 2] >> 4 * (g % 2) & 15) | (u16_at(b + 2) >> 2 * g & 3) << 4) - 32);
             x.fill([&](int k) { return nibble(b + 8 + 16 * g, k); });
             break;
+        case Source::Q3_K: {  // 32 bytes of third bits, 64 of lower two, 12 of sixteen 6-bit scales
+            const uint8_t *pairs = b + 32 + g / 4 * 32, *six = b + 96;
+            const auto scale = [&](int i) {
+                return static_cast<uint8_t>(((i < 8 ? six[i] & 15 : six[i - 8] >> 4) | (six[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
+            };
+            x.fill([&](int k) { return 32 + (pairs[k] >> 2 * (g % 4) & 3) - (b[k] >> g & 1 ? 0 : 4); });
+            x.scale = scale(2 * g), x.second = scale(2 * g + 1);
+            break;
+        }
+        case Source::IQ3_S: {  // d, 64 bytes of indices, 8 of their ninth bits, 32 of signs, 4 of eight 4-bit scales
+            x.fill([&](int k) {
+                const int index = b[2 + 8 * g + k / 4] | (b[66 + g] >> k / 4 & 1) << 8, magnitude = kOdds[kGrid[index] >> 3 * (k % 4) & 7];
+                return 32 + (b[74 + 4 * g + k / 8] >> k % 8 & 1 ? -magnitude : magnitude);
+            });
+            x.scale = x.second = static_cast<uint16_t>(2 * (b[106 + g / 2] >> 4 * (g % 2) & 15) + 1);
+            break;
+        }
+        case Source::TQ1_0: {  // base 3: 160 values in 32 bytes, 80 in 16, 16 in 4, then d
+            x.scale = u16_at(b + 52);
+            x.fill([&](int k) {
+                const int i = 32 * g + k, from = i < 160 ? 0 : i < 240 ? 160 : 240, each = i < 160 ? 32 : i < 240 ? 16 : 4;
+                const int at = (i < 160 ? 0 : i < 240 ? 32 : 48) + (i - from) % each;
+                constexpr int kPowers[] = {1, 3, 9, 27, 81};
+                return 7 + (static_cast<uint8_t>(b[at] * kPowers[(i - from) / each]) * 3 >> 8);
+            });
+            break;
+        }
+        case Source::TQ2_0:  // 64 bytes of two bits a value, then d
+            x.scale = u16_at(b + 64);
+            x.fill([&](int k) { return 7 + (b[g / 4 * 32 + k] >> 2 * (g % 4) & 3); });
+            break;
+        case Source::MXFP4: {  // an exponent, nibbles: a sign and one of eight magnitudes
+            constexpr int kDoubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+            x.scale = float_to_f16(std::ldexp(1.0f, b[0] - 128));
+            x.fill([&](int k) {
+                const int four = nibble(b + 1, k), magnitude = kDoubled[four & 7];
+                return 16 + (four & 8 ? -magnitude : magnitude);
+            });
+            break;
+        }
         default: {  // Q4_K, Q5_K: d, dmin, 12 bytes of eight 6-bit scales and minima, then the fifth bits
             const uint8_t *six = b + 4, *fifths = b + 16, *pairs = b + (source == Source::Q5_K ? 48 : 16) + g / 2 * 32;
             x.scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | (six[g - 4] >> 6) << 4;
@@ -115,6 +156,9 @@ Group group_of(Source source, const uint8_t* b, int g) {
     }
     return x;
 }
+
+// Where a file's superblock has what scales it.
+int scale_at(Source source) { return source == Source::Q6_K ? 208 : source == Source::Q3_K ? 108 : 0; }
 
 float plain_value(Source source, const uint8_t* row, int i) {
     if (source == Source::F16) return f16_to_float(u16_at(row + 2 * static_cast<size_t>(i)));
@@ -140,7 +184,7 @@ Group quantized(const float* w, bool four_bits) {
     return x;
 }
 
-// One row of a matrix into row `lane` of its row block, which was zero. False: a finite number of it is beyond float16.
+// One row of a matrix into row `lane` of its row block, which was zero. False: a number of it is none of the format's.
 bool pack_row(const SourceType& type, const uint8_t* row, int cols, Format format, uint8_t* block, int lane) {
     const Layout at = layout_of(format);
     bool fits = true;
@@ -150,8 +194,11 @@ bool pack_row(const SourceType& type, const uint8_t* row, int cols, Format forma
         if (type.values > 1) {
             const int each = type.values / kGroup;
             const uint8_t* b = row + static_cast<size_t>(group / each) * static_cast<size_t>(type.bytes);
-            put_group(at, superblock, g, lane, group_of(type.id, b, group % each));
-            if (at.d >= 0) put_u16(superblock + at.d + 2 * lane, u16_at(b + (type.id == Source::Q6_K ? 208 : 0)));
+            const Group one = group_of(type.id, b, group % each);
+            put_group(at, superblock, g, lane, one);
+            if (type.id == Source::MXFP4 && f16_to_float(one.scale) != std::ldexp(1.0f, b[0] - 128))
+                fits = fits && std::all_of(one.q, one.q + kGroup, [](uint8_t q) { return q == 16; });
+            if (at.d >= 0) put_u16(superblock + at.d + 2 * lane, u16_at(b + scale_at(type.id)));
             if (at.dmin >= 0) put_u16(superblock + at.dmin + 2 * lane, u16_at(b + 2));
             continue;
         }
@@ -230,6 +277,8 @@ Matrix pack(Arena& arena, const uint8_t* data, int source, int rows, int cols, i
             if (!pack_row(type, data + static_cast<size_t>(from) * stride, cols, format, block, lane)) fits = false;
         }
     });
+    if (!fits && type.values > 1)
+        throw std::invalid_argument(std::string("a scale of type ") + type.name + " is no float16: use a file of another quantisation");
     if (!fits) throw std::invalid_argument("a weight is beyond 65504, the largest number of float16: use bfloat16 or float32");
     return m;
 }

@@ -23,12 +23,17 @@ enum class Source : int {
     Q5_0 = 6,
     Q5_1 = 7,
     Q8_0 = 8,
+    Q3_K = 11,
     Q4_K = 12,
     Q5_K = 13,
     Q6_K = 14,
     IQ4_NL = 20,
+    IQ3_S = 21,
     IQ4_XS = 23,
-    BF16 = 30
+    BF16 = 30,
+    TQ1_0 = 34,
+    TQ2_0 = 35,
+    MXFP4 = 39
 };
 
 // What a file's matrices can be of. A test holds names and sizes against models/formats/gguf.py.
@@ -52,6 +57,12 @@ constexpr SourceType kSources[] = {
     {Source::Q6_K, "Q6_K", 256, 210, Format::K6},
     {Source::IQ4_NL, "IQ4_NL", 32, 18, Format::I4C},
     {Source::IQ4_XS, "IQ4_XS", 256, 136, Format::K4C},
+    // Without kernels of their own: every value of theirs is one of a wider format.
+    {Source::Q3_K, "Q3_K", 256, 110, Format::K6},
+    {Source::IQ3_S, "IQ3_S", 256, 110, Format::K6},
+    {Source::TQ1_0, "TQ1_0", 256, 54, Format::I4S},
+    {Source::TQ2_0, "TQ2_0", 256, 66, Format::I4S},
+    {Source::MXFP4, "MXFP4", 32, 17, Format::I5S},
 };
 
 // Keep: no value changes. The others apply to F32, F16 and BF16 sources only.

@@ -19,13 +19,15 @@ from outpace.models.weights.gguf import TYPES
 BLOCKS = {  # type -> (values, bytes) of a block
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "Q3_K": (256, 110), "IQ3_S": (256, 110),
+    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17),
 }  # fmt: skip
 IDS = {name: number for number, (name, _, _) in TYPES.items()}
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
 HALVES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
-    "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
+    "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "Q3_K": [108], "IQ3_S": [0], "TQ1_0": [52],
+    "TQ2_0": [64], "MXFP4": [],
 }  # fmt: skip
 
 
@@ -42,8 +44,12 @@ def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scal
     raw = rng.integers(0, 256, (rows * (cols // values), size), dtype=np.uint8)
     spread = {
         "Q8_0": 74, "Q6_K": 32 * 74, "Q5_K": 31 * 18, "Q4_K": 31 * 9, "Q5_0": 9, "Q5_1": 18, "IQ4_NL": 70,
-        "IQ4_XS": 16 * 70,
+        "IQ4_XS": 16 * 70, "Q3_K": 32 * 2, "IQ3_S": 16 * 8, "TQ1_0": 1, "TQ2_0": 1,
     }.get(kind, 5)  # fmt: skip
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(118, 124, len(raw))
+    if kind == "TQ1_0":  # five of 243 values a byte, scaled to 256, as ggml writes them
+        raw[:, :52] = (rng.integers(0, 243, (len(raw), 52)) * 256 + 242) // 243
     for at in HALVES[kind]:
         half = rng.normal(0, scale / spread, len(raw)).astype(np.float16)
         raw[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
@@ -77,7 +83,7 @@ class Tiny:
     def path(self, kind: str = "Q4_1", architecture: str = "llama", **sizes: int) -> Path:
         """A GGUF file; sizes: layers, hidden, heads, kv_heads, head_dim, inner, vocab, context, window.
 
-        ``ffn_bias``, ``tokenizer``: with one.
+        ``ffn_bias``, ``tokenizer``: with one; ``unpacked``: its matrices' values in float32.
         """
         name = "-".join([architecture, kind, *(f"{k}{v}" for k, v in sorted(sizes.items()))])
         path = Path(self._folder.name) / f"{name}.gguf"
@@ -122,7 +128,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
 
     def matrix(name: str, rows: int, cols: int) -> None:
         raw = random_bytes(rng, kind, rows, cols, 1 / np.sqrt(cols))
-        if kind == "F32":
+        if s.get("unpacked"):
+            out.add_tensor(name, dequantized(raw, kind))
+        elif kind == "F32":
             out.add_tensor(name, raw.view(np.float32))
         elif kind == "F16":
             out.add_tensor(name, raw.view(np.float16))
@@ -132,7 +140,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     def stacked(name: str, rows: int, cols: int) -> None:
         raw = random_bytes(rng, kind, s["experts"] * rows, cols, 1 / np.sqrt(cols)).reshape(s["experts"], rows, -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(kind)
-        if plain is not None:
+        if s.get("unpacked"):
+            out.add_tensor(
+                name, dequantized(raw.reshape(s["experts"] * rows, -1), kind).reshape(s["experts"], rows, cols)
+            )
+        elif plain is not None:
             out.add_tensor(name, raw.view(plain))
         else:
             out.add_tensor(name, raw, raw_dtype=Type[kind])

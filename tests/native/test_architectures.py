@@ -172,6 +172,18 @@ def test_experts_in_one_tensor(name: str, tmp_path: Path, rng: np.random.Generat
     assert np.array_equal(*(feed(each, each.kv.alloc(), tokens) for each in found))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("gpt-oss", "MXFP4"), ("qwen3moe", "Q4_K"), ("qwen2moe", "Q6_K"), ("glm4moe", "Q8_0"), ("granitemoe", "Q5_0")],
+)
+def test_quantised_experts(architecture: str, kind: str, tiny: Tiny, rng: np.random.Generator) -> None:
+    sizes = {"hidden": 256, "inner": 512, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
+    tokens = rng.integers(0, 100, 90)
+    found = [tiny.load(kind, architecture, {**sizes, "unpacked": unpacked}) for unpacked in (0, 1)]
+    ours, expected = (feed(each, each.kv.alloc(), tokens) for each in found)
+    assert np.corrcoef(ours.ravel(), expected.ravel())[0, 1] > 0.99
+
+
 def test_layers_that_only_draft_are_left_out(tmp_path: Path, rng: np.random.Generator) -> None:
     """A published GLM-4.5 has one behind its last layer, in a GGUF file among its blocks."""
     model = saved("glm4_moe", tmp_path)
@@ -353,7 +365,7 @@ def test_gguf_against_transformers_on_the_same_values(
 def test_k_quants_run(tiny: Tiny, rng: np.random.Generator) -> None:
     from outpace.models.torch import gguf as gguf_transformers
 
-    for kind in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):
+    for kind in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_XS", "TQ2_0", "MXFP4"):
         path = tiny.path(kind, "llama", hidden=256, inner=512, head_dim=64)
         theirs = gguf_transformers.build(GGUFFile.open(path), torch.float32, torch.device("cpu"))
         ours = load_native(path)

@@ -135,6 +135,15 @@ def test_wrong_sizes_are_refused(rows: int, cols: int, kind: str, size: int, mes
         packed(np.zeros(size, np.uint8), kind, rows, cols)
 
 
+def test_a_scale_that_is_no_float16_is_refused_unless_its_values_are_zero(rng: np.random.Generator) -> None:
+    raw = random_bytes(rng, "MXFP4", 4, 64).reshape(-1, 17)
+    raw[3, 0] = 90  # 2^-38
+    with pytest.raises(ValueError, match="a scale of type MXFP4 is no float16: use a file of another"):
+        packed(raw, "MXFP4", 4, 64)
+    raw[3, 1:] = 0x80  # of either sign
+    assert np.array_equal(packed(raw, "MXFP4", 4, 64).unpack(), dequantized(raw.reshape(4, -1), "MXFP4"))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so(bad: float, isa: str, rng: np.random.Generator) -> None:
     for kind in FORMATS:

@@ -129,7 +129,7 @@ def test_types_of_weights_are_those_of_the_reader() -> None:
     """Names, numbers and block sizes stand in weights/pack.h and in formats/gguf.py."""
     known = _native.source_types()
     assert {number: TYPES[number] for number in known} == known
-    assert len(known) == 13
+    assert len(known) == 18
 
 
 def test_estimates_of_what_cannot_be_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def tokens_of(answer: Answer, demo: Tokenizer, single: dict[int, int]) -> list[i
     return found
 
 
-def told(answer: Answer, tokens: list[int], sizes: list[int], demo: Tokenizer) -> tuple[Any, ...]:
+def streamed(answer: Answer, tokens: list[int], sizes: list[int], demo: Tokenizer) -> tuple[Read, Any, Any, Any, Any]:
     """What is streamed, joined, and the result, when the tokens come in steps of these sizes."""
     params = SamplingParams(**answer.params)
     prompt = np.array([1, 2], np.int32)
@@ -169,7 +169,7 @@ def test_an_answer_is_the_same_under_every_split(name: str, demo: Tokenizer, sin
     answer = ANSWERS[name]
     tokens = tokens_of(answer, demo, single)
     n = len(tokens)
-    expected = told(answer, tokens, [1] * n, demo)
+    expected = streamed(answer, tokens, [1] * n, demo)
     assert expected[3] == answer.ends
     if n <= EXHAUSTIVE:
         splits = list(splits_of(n))
@@ -180,7 +180,7 @@ def test_an_answer_is_the_same_under_every_split(name: str, demo: Tokenizer, sin
         # a wide step at every place, alone
         splits += [[1] * i + [size] + [1] * n for size in (2, 3, 5, 8) for i in range(n)]
     for sizes in splits:
-        assert told(answer, tokens, sizes, demo) == expected, sizes
+        assert streamed(answer, tokens, sizes, demo) == expected, sizes
 
 
 def test_recorded_answers_say_what_they_should(demo: Tokenizer, single: dict[int, int]) -> None:
@@ -188,8 +188,7 @@ def test_recorded_answers_say_what_they_should(demo: Tokenizer, single: dict[int
 
     def said(name: str) -> Read:
         tokens = tokens_of(ANSWERS[name], demo, single)
-        found: Read = told(ANSWERS[name], tokens, [1] * len(tokens), demo)[0]
-        return found
+        return streamed(ANSWERS[name], tokens, [1] * len(tokens), demo)[0]
 
     assert said("greeting, EOS in the middle").text == said("greeting, EOS last").text[:15]
     assert said("greeting, EOS shown").text.endswith("<|im_end|>")

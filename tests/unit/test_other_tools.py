@@ -116,7 +116,9 @@ def test_a_hint_names_options_that_there_are() -> None:
 
 
 def names(command: str) -> list[str]:
-    return [name for each in app.command(command).options() for name in each.option or ()] + ["--help"]  # type: ignore[union-attr]
+    entry = app.command(command)
+    assert isinstance(entry, Command)
+    return [name for each in entry.options() for name in each.option or ()] + ["--help"]
 
 
 def test_options_that_are_taken_mean_the_same() -> None:

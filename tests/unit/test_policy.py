@@ -248,6 +248,21 @@ def test_drafts_that_are_verified_whole_are_so_or_not_asked_for(chance: float) -
     assert found.speedup > max(SLOWEST, 0.88 * fixed(machine, texts, AUTO_SIZE))
 
 
+@pytest.mark.parametrize("ask", [0.3, 1.0, 6.0, 30.0])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_slow_drafter_that_is_no_use_is_asked_as_rarely_as_its_price_says(ask: float, rows: int) -> None:
+    """From the second request on, too, however short the answers are."""
+    policy, machine = Driven(CPU), Machine(CPU, ask=ask)
+    run(policy, machine, [never(seed) for seed in range(rows)], rows=rows, steps=20)
+    found = run(policy, machine, [steady(seed, 0.0, 48, said=0.9) for seed in range(100)], rows=rows)
+    assert found.speedup > SLOWEST
+
+
+def test_a_dear_drafter_that_pays_is_asked_in_every_step() -> None:
+    machine, texts = Machine(CPU, ask=1.0), [steady(seed, 0.95) for seed in range(6)]
+    assert run(Driven(CPU), machine, texts).speedup > 0.88 * best_fixed(machine, texts) > 2.5
+
+
 def test_several_drafters_share_a_batch() -> None:
     kinds = [DraftCost(), DraftCost(levels="deep"), DraftCost(levels="deep", nodes=True), DraftCost(trims=False)]
 

@@ -19,6 +19,8 @@ import pytest
 import sentencepiece
 
 from outpace.errors import ModelError
+from outpace.text import byte_level as byte_level_rules
+from outpace.text.byte_level import RULES
 from outpace.text.tokenizer import Tokenizer
 from tests.small_tokenizers import random_texts
 
@@ -367,6 +369,68 @@ def test_a_byte_level_gguf_is_read_as_tokenizers_reads_its_folder(tmp_path: Path
     ours = Tokenizer.from_gguf(opened(metadata))
     for text in random_texts(200, 14, ["<s>", "<end>", "<plain>"]):
         assert ours.encode(text, parse_special=True).tolist() == theirs.encode(text).ids, text
+
+
+@pytest.mark.parametrize("name", sorted({patterns: name for name, patterns in RULES.items()}.values()))
+def test_every_rule_cuts_a_text_as_another_engine_of_expressions_does(name: str) -> None:
+    import regex
+
+    letters = byte_level_rules.alphabet()
+    fast = byte_level_rules.build("model", dict(letters), [], RULES[name])
+    patterns = [regex.compile(_in_python(pattern), regex.V1 | regex.M) for pattern in RULES[name]]
+    more = ["1234567 12 x1234", "  a\r\n\r\n b\t\t\tc   ", "don't 'LL I'VE", "한국어 漢字かなカナ ไทย", "ÀÉsŁaw 𝒜𝓑 ǅ"]
+    for text in [*random_texts(150, 21), *more, "<sentinel:12>IMGIMGABZ"]:
+        pieces = [text]
+        for pattern in patterns:
+            pieces = [part for piece in pieces for part in _cut(pattern, piece)]
+        cuts = fast.pre_tokenizer.pre_tokenize_str(text)
+        assert [bytes(letters[c] for c in piece) for piece, _ in cuts] == [piece.encode() for piece in pieces], text
+
+
+def _in_python(pattern: str) -> str:
+    return re.sub(r"\\x\{([0-9A-F]+)\}", lambda match: f"\\U{int(match[1], 16):08X}", pattern)
+
+
+def _cut(pattern: Any, text: str) -> list[str]:
+    """Matches and what stands between them, in order."""
+    parts, at = list[str](), 0
+    for match in pattern.finditer(text):
+        parts += [text[at : match.start()], match[0]]
+        at = match.end()
+    return [part for part in (*parts, text[at:]) if part]
+
+
+def test_a_gguf_of_gemma_4_is_read_as_transformers_reads_its_vocabulary() -> None:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+    from transformers import GemmaTokenizer
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fast = Fast(models.BPE(unk_token="<unk>", byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "\u2581")
+    fast.pre_tokenizer = pre_tokenizers.Split("\n", behavior="isolated")
+    fast.train_from_iterator(
+        (text for text in random_texts(800, 17) if "<" not in text),
+        trainers.BpeTrainer(vocab_size=900, special_tokens=special, limit_alphabet=60, show_progress=False),
+    )
+    model = json.loads(fast.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    theirs = GemmaTokenizer(vocab=model["vocab"], merges=merges)
+    metadata = {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": sorted(model["vocab"], key=model["vocab"].__getitem__),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.token_type": np.array([3, 3, 3, 2] + [6] * 256 + [1] * (len(model["vocab"]) - 260), np.int32),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    ours = Tokenizer.from_gguf(opened(metadata))
+    for text in (text.replace("<", "(") for text in random_texts(300, 18)):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text).tolist() == [2, *ids], text
+        assert ours.decode(ids) == theirs.decode(ids), text
 
 
 @pytest.mark.parametrize("listed", [True, False])

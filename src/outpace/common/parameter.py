@@ -163,6 +163,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_between(value: Any, low: float, high: float, *, above: bool, below: bool) -> bool:
+    """Whether it is a real number from ``low`` to ``high``; ``above``, ``below``: these themselves are outside."""
+    return is_number(value) and (low < value if above else low <= value) and (value < high if below else value <= high)
+
+
 def _is_integer(value: Any, low: int, high: float) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and bool(low <= int(value) <= high)
 
@@ -195,7 +200,7 @@ class Number:
 
     def checked(self, name: str, value: Any) -> float:
         low, high = self.low, self.high
-        if not is_number(value) or not (low < value <= high if self.above else low <= value <= high):
+        if not _is_between(value, low, high, above=self.above, below=False):
             least = f"above {low:g}" if self.above else f"at least {low:g}"
             raise ParameterError(
                 Argument(name, value), f" is out of range: give a number {least} and at most {high:g} ({self.hint})"
@@ -213,12 +218,7 @@ class Interval:
 
     def checked(self, name: str, value: Any) -> Any:
         low, high = (float(part) for part in self.range[1:-1].split(","))
-        least, most = self.range[0] == "[", self.range[-1] == "]"
-        if (
-            not is_number(value)
-            or not (low <= value if least else low < value)
-            or not (value <= high if most else value < high)
-        ):
+        if not _is_between(value, low, high, above=self.range[0] == "(", below=self.range[-1] == ")"):
             remedy = self.remedy or f"give a number in {self.range}"
             raise ParameterError(Argument(name, value), f" is out of range: {remedy}")
         return value if isinstance(value, (int, float)) else float(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.rules import Penalties
 from outpace.exact.sampling import Chooser
@@ -235,3 +236,7 @@ class LookupDrafter(TreeDrafter):
                 ]
             )
         ]
+
+
+# What a public call takes as a drafter: a spec, a path, one that is made, or what makes one.
+DrafterSource = StrPath | Drafter | Callable[[DraftContext], Drafter]

@@ -8,26 +8,37 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from outpace.common.files import StrPath
-from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.base import DraftContext, Drafter, DrafterSource
 from outpace.drafters.catalogue import AUTO, COMMON, METHODS
 from outpace.drafters.lookup.segment_files import MANIFEST
 from outpace.drafters.spec import DrafterSpec
-from outpace.errors import DrafterError
+from outpace.errors import DrafterError, OutpaceError
+
+ENTRY_POINTS = "outpace.drafters"  # the group in which installed packages name theirs
 
 
-def parse(text: StrPath) -> DrafterSpec:
-    """Parse and check a spec; an ``os.PathLike`` leads to a trained drafter, a datastore or a draft model. Raises
-    DrafterError that lists what there is."""
+def parse(text: DrafterSource) -> DrafterSpec:
+    """Parse and check a spec; an ``os.PathLike`` leads to a trained drafter, a datastore or a draft model; a Drafter,
+    or what makes one of a DraftContext, stands for itself. Raises DrafterError that lists what there is."""
     if isinstance(text, os.PathLike):
         return _of_path(Path(text))
+    if isinstance(text, Drafter) or (callable(text) and not isinstance(text, str)):
+        name = str(getattr(text, "name", None) or getattr(text, "__name__", type(text).__name__))
+        return DrafterSpec(name, name, None, {}, made=text)
     if not isinstance(text, str):
-        raise DrafterError(f"a drafter is named by a text such as 'ngram', or by a path, and {text!r} is neither")
+        raise DrafterError(
+            f"a drafter is a text such as 'ngram', a path, a Drafter or what makes one, and {text!r} is none of them"
+        )
     parts = tuple(_parse_one(part) for part in _split(text))
     if len(parts) == 1:
         if parts[0].flag("fallback", False):
@@ -56,7 +67,7 @@ def _of_path(path: Path) -> DrafterSpec:
 def _split(text: str) -> list[str]:
     """The specs that ``+`` joins. After a colon, where a path may stand, a ``+`` only counts when a drafter's name
     follows, ended by a colon, another ``+`` or the end."""
-    names = "|".join(METHODS)
+    names = "|".join(map(re.escape, (*METHODS, *installed())))
     specs = [""]
     for piece in re.split(r"(\+)", text):
         at_join = specs[-1].endswith("+")
@@ -72,9 +83,7 @@ def _split(text: str) -> list[str]:
 def _parse_one(text: str) -> DrafterSpec:
     name, _, rest = text.strip().partition(":")
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise DrafterError(f"unknown drafter {name!r}{hint}: use one of {', '.join(METHODS)}")
+        return _own(text, name, rest)
     method = METHODS[name]
     argument, options = None, {}
     for part in rest.split(",") if rest else []:
@@ -91,8 +100,67 @@ def _parse_one(text: str) -> DrafterSpec:
     return DrafterSpec(text, AUTO if name == "auto" else name, argument, options, auto=name == "auto")
 
 
+@cache
+def installed() -> dict[str, str]:
+    """Drafters of installed packages: what makes each, ``module:name``, by its entry point in ``outpace.drafters``."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS) if point.name not in METHODS}
+
+
+def _own(text: str, name: str, rest: str) -> DrafterSpec:
+    """``NAME,option=value`` of an entry point, or ``module:Class,option=value``."""
+    parts = [part for part in rest.split(",") if part]
+    made = installed().get(name)
+    if made is None and parts and parts[0].isidentifier() and all(word.isidentifier() for word in name.split(".")):
+        made = f"{name}:{parts.pop(0)}" if _there(name) else None
+    if made is None:
+        close = difflib.get_close_matches(name, (*METHODS, *installed()), 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        known = ", ".join((*METHODS, *installed()))
+        raise DrafterError(f"unknown drafter {name!r}{hint}: use one of {known}, or module:Class of your own")
+    pairs = [part.partition("=") for part in parts]
+    if wrong := [key for key, equals, _ in pairs if not equals or not key.isidentifier()]:
+        raise DrafterError(f"{text}: {wrong[0]!r} is no option: write option=value after {made}")
+    return DrafterSpec(text, name, None, {key: value for key, _, value in pairs}, made=made)
+
+
+def _there(module: str) -> bool:
+    """Whether the module can be imported; one of the current folder can, even from a command."""
+    first, here = module.partition(".")[0], os.getcwd()
+    if here not in sys.path and (Path(here, first).is_dir() or Path(here, f"{first}.py").is_file()):
+        sys.path.append(here)
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _made(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    """A drafter of the user's own. Whatever making it raises is a DrafterError that says where."""
+    if isinstance(spec.made, Drafter):
+        return spec.made
+    maker: Any = spec.made
+    options = {name: value for name, value in spec.options.items() if name not in COMMON}
+    try:
+        if isinstance(maker, str):
+            module, _, path = maker.partition(":")
+            maker = import_module(module)
+            for word in path.split("."):
+                maker = getattr(maker, word)
+        drafter = maker(context, **options)
+    except OutpaceError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise DrafterError(f"{spec.text}: the drafter could not be made with a DraftContext ({what})") from error
+    if not isinstance(drafter, Drafter):
+        raise DrafterError(f"{spec.text} makes {drafter!r}: it must be an outpace.drafters.base.Drafter")
+    return drafter
+
+
 def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises DrafterError or ModelError."""
+    if spec.made is not None:
+        return _made(spec, context)
     if spec.auto:
         from outpace.drafters.learned.shipped import choose
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from outpace.errors import DrafterError
 
 if TYPE_CHECKING:
+    from outpace.drafters.base import Drafter
     from outpace.models.options import LoadOptions
 
 
@@ -17,7 +18,8 @@ class DrafterSpec:
     """A parsed spec: ``name[:argument][,option=value...]``, or several joined by ``+``: then ``parts`` has them.
 
     ``size`` is the engine's; the rest is the drafter's. ``auto`` is parsed as what it stands for beside any target, and
-    as a part; where it stands alone, ``build``, which knows the target, may choose better.
+    as a part; where it stands alone, ``build``, which knows the target, may choose better. ``made``: a drafter of the
+    user's own, or what makes one of a DraftContext and the options, as an object or as ``module:name``.
     """
 
     text: str
@@ -26,6 +28,7 @@ class DrafterSpec:
     options: Mapping[str, str]
     parts: tuple[DrafterSpec, ...] = ()
     auto: bool = False
+    made: Drafter | Callable[..., Drafter] | str | None = None
 
     @property
     def size(self) -> int | Literal["auto"] | None:

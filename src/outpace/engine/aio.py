@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from outpace.common.arrays import I32
-from outpace.common.files import StrPath
+from outpace.drafters.base import DrafterSource
 from outpace.engine.engine import Collected, Engine, Snapshot, bar, checked_errors, prepared_many, prepared_one
 from outpace.engine.request import Request
 from outpace.engine.results import Delta, Errors, Result, joined
@@ -92,8 +92,8 @@ class AsyncEngine:
         cls,
         model: Any = "demo",
         *,
-        drafter: StrPath | None = "auto",
-        drafters: Sequence[StrPath] = (),
+        drafter: DrafterSource | None = "auto",
+        drafters: Sequence[DrafterSource] = (),
         tokenizer: Any = None,
         **options: Unpack[EngineLoadKeywords],
     ) -> AsyncEngine:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from outpace.common.arrays import I32
 from outpace.common.fair_lock import any_mine
-from outpace.common.files import StrPath
 from outpace.common.progress import Advance, in_notebook, progress
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
-from outpace.drafters.base import Drafter
+from outpace.drafters.base import Drafter, DrafterSource
 from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
 from outpace.engine.core import Core
@@ -226,8 +225,8 @@ class Engine:
         cls,
         model: Any = "demo",
         *,
-        drafter: StrPath | None = "auto",
-        drafters: SequenceOf[StrPath] = (),
+        drafter: DrafterSource | None = "auto",
+        drafters: SequenceOf[DrafterSource] = (),
         tokenizer: Any = None,
         **options: Unpack[EngineLoadKeywords],
     ) -> Engine:
@@ -235,14 +234,16 @@ class Engine:
 
         ``model``: "demo", a Hugging Face id, a folder, or a .gguf file; or a transformers model in memory, with its
         ``tokenizer`` or that one's folder (None: prompts are token ids). ``drafter``: a spec such as "auto", "ngram" or
-        "model:PATH" (docs/drafters.md), or the ``Path`` of a trained drafter, a datastore or a draft model; "none" or
-        None decodes plainly. ``drafters``: more that requests may choose.
+        "model:PATH" (docs/drafters.md), the ``Path`` of a trained drafter, a datastore or a draft model, or one of your
+        own: a Drafter, which the engine closes, or what makes one of a DraftContext; "none" or None decodes plainly.
+        ``drafters``: more that requests may choose.
         ``options``: those of this class, and of ``LoadOptions`` (backend, dtype, device, threads, max_length, ...).
         Raises ModelError, DrafterError, MemoryLimitError, ParameterError.
         """
         from outpace.engine.intake import load_engines
 
-        return load_engines(cls, model, [drafter or "none"], {"tokenizer": tokenizer, **options}, more=drafters)[0]
+        drafter = "none" if drafter is None or drafter == "" else drafter
+        return load_engines(cls, model, [drafter], {"tokenizer": tokenizer, **options}, more=drafters)[0]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

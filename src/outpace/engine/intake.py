@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.common.files import StrPath
 from outpace.common.habits import HOMES
 from outpace.common.parameter import Choice, Flag, Integer, Interval, check, defined
 from outpace.common.units import format_bytes
 from outpace.control.adaptive import AUTO_SIZE
-from outpace.drafters.base import DraftContext, Drafter
+from outpace.drafters.base import DraftContext, Drafter, DrafterSource
 from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.request import EngineKeywords, OwnKeywords, RequestKeywords, Size
@@ -42,9 +41,9 @@ log = logging.getLogger(__name__)
 def load_engines(
     make: Callable[..., E],
     model: Any,
-    drafters: Sequence[StrPath],
+    drafters: Sequence[DrafterSource],
     options: Mapping[str, Any],
-    more: Sequence[StrPath] = (),
+    more: Sequence[DrafterSource] = (),
 ) -> list[E]:
     """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
     ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``.
@@ -56,7 +55,7 @@ def load_engines(
     check_keywords(options, HOMES["Engine.load"], "Engine.load")
     engine_options = {name: options[name] for name in EngineKeywords.__annotations__ if name in options}
     load_options = LoadOptions(**{name: options[name] for name in LoadKeywords.__annotations__ if name in options})
-    if isinstance(more, (str, os.PathLike)):
+    if isinstance(more, (str, os.PathLike, Drafter)):
         raise ParameterError(Argument("drafters", more), " is a single one: give a list")
     specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]

@@ -63,12 +63,12 @@ class Sequence:
         self.notes = list(notes)
         params = request.params
         self.prompt_length = self.length = len(request.prompt)
-        self._tokens = np.empty(min(request.limit, self.length + 64), np.int32)
-        self._tokens[: self.length] = request.prompt
+        memory = np.empty(min(request.limit, self.length + 64), np.int32)
+        memory[: self.length] = request.prompt
+        self._hold(memory)
         self.left = False  # it has ended, and the engine is through with it
         self.result: Result | None = None  # that of its last delta
         self.unsent: Delta | None = None  # the last one, until it is on its way
-        self.buffer = self._tokens.data  # the same memory; numpy's own code is large, and cold in every step
         self.pending = int(request.prompt[-1])  # the last committed token, whose KV is not written yet
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._text = reader.start
@@ -99,9 +99,15 @@ class Sequence:
         self._uncounted: list[Counted] = []
         self._first: float | None = None
 
+    def _hold(self, memory: I32) -> None:
+        # Two ways to the same memory: numpy's own code is large, and cold in every step; and drafters may only read.
+        tokens = memory.view()
+        tokens.flags.writeable = False
+        self._tokens, self.buffer = tokens, memory.data
+
     @property
     def tokens(self) -> I32:
-        """All committed tokens int32 [length]: a view."""
+        """All committed tokens int32 [length]: a view that cannot be written to."""
         return self._tokens[: self.length]
 
     @property
@@ -242,7 +248,7 @@ class Sequence:
         if at + n > len(self._tokens):
             grown = np.empty(min(self.limit, 2 * (at + n)), np.int32)
             grown[:at] = self.tokens
-            self._tokens, self.buffer = grown, grown.data
+            self._hold(grown)
         buffer = self.buffer
         for token in extension.tokens:
             buffer[at] = token

@@ -182,6 +182,7 @@ def propose(step: Step) -> None:
         try:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
             rows.put(where, drafts)
+            drafts = drafts.normalized(step.core.model.info.vocab_size)
         except (MemoryLimitError, RuleError):  # no room for its cache, or a request's own fault, which ``verify`` meets
             rows.drop(where)
         except Exception as error:

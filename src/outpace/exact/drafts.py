@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,28 @@ class Drafts:
             [0] * k if self.source is None else self.source[i, :k].tolist(),
             None if self.q is None else self.q[i, :k],
         )
+
+    def normalized(self, vocab: int) -> Drafts:
+        """With ``q`` float64, every node's a distribution over ``vocab`` tokens that its token may come from: a sum
+        that is off by up to 0.001 is mended. Raises ValueError for anything else."""
+        if self.q is None:
+            return self
+        rows, most = self.tokens.shape
+        if not isinstance(self.q, np.ndarray) or self.q.dtype.kind != "f" or self.q.shape != (rows, most, vocab):
+            shape = getattr(self.q, "shape", type(self.q).__name__)
+            raise ValueError(f"its q is {shape}, and must be an array of floats {(rows, most, vocab)}")
+        q = self.q.astype(np.float64, copy=False)
+        for i, width in enumerate(self.widths.tolist()):
+            of = q[i, :width]
+            sums = of.sum(axis=1)
+            if not (of >= 0).all() or not (np.abs(sums - 1) <= 1e-3).all():
+                raise ValueError("its q is no distribution: each row must be at least 0 and sum to 1")
+            if not (of[np.arange(width), self.tokens[i, :width]] > 0).all():
+                raise ValueError("it proposed a token that its own q rules out")
+            if (np.abs(sums - 1) > 1e-9).any():
+                q = q.copy() if q is self.q else q
+                q[i, :width] = of / sums[:, None]
+        return self if q is self.q else replace(self, q=q)
 
     def among(self, where: Sequence[int], rows: int) -> Drafts:
         """These drafts as those of rows ``where`` [B] of a batch of ``rows``; the others have none."""

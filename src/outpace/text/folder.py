@@ -152,7 +152,7 @@ def _tekken(path: Path, config: dict[str, Any]) -> Any:
     texts, types = [*special, *words], np.full(len(special) + len(words), sentencepiece.NORMAL, np.int32)
     types[: len(special)] = sentencepiece.CONTROL
     pairs = sentencepiece.merges(words, -np.arange(len(words), dtype=np.float64), types[len(special) :], cache_dir())
-    fast = byte_level.build(str(path), {text: i for i, text in enumerate(texts)}, pairs, pattern, whole=True)
+    fast = byte_level.build(str(path), {text: i for i, text in enumerate(texts)}, pairs, (pattern,), whole=True)
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")):
         config.setdefault(name, text)

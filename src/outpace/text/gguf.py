@@ -1,7 +1,8 @@
 """Builds a ``tokenizers.Tokenizer`` from a GGUF file's metadata (keys ``tokenizer.ggml.*``).
 
-Two families: "gpt2", byte-level BPE with the file's merges and a split pattern named by ``tokenizer.ggml.pre``; and
-"llama", SentencePiece BPE. Texts are cut as llama.cpp does.
+Three families: "gpt2", byte-level BPE with the file's merges and split patterns named by ``tokenizer.ggml.pre``;
+"llama", SentencePiece BPE; and "gemma4", BPE with the file's merges over SentencePiece's spelling. Texts are cut as
+llama.cpp does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 def build(gguf: GGUFFile, cache: Path | None) -> Any:
     """A ``tokenizers.Tokenizer``; ``cache`` is a folder for derived merges. Raises ModelError for other tokenizers."""
     kind = gguf.text("tokenizer.ggml.model", "")
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _spelled}
     if kind not in builders:
         raise ModelError(
             f"{gguf.path.name} has the tokenizer {kind!r}, which is not supported ({', '.join(builders)} are): "
@@ -141,13 +142,18 @@ def _ends_by_name(gguf: GGUFFile) -> list[int]:
     return sorted(first.values())
 
 
-def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
+def _merges(gguf: GGUFFile) -> list[tuple[str, str]]:
     lines = gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise ModelError(f"{gguf.path.name} has no merges (tokenizer.ggml.merges): use the model's own folder")
     if lines and not isinstance(lines[0], str):  # a list has one type
         raise ModelError(f"{gguf.path.name} has merges that are no text: get the file again")
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    cuts = [line.find(" ", 1) for line in lines]  # a merge's first part may be a space
+    return [(line[:cut], line[cut + 1 :]) for line, cut in zip(lines, cuts, strict=True)]
+
+
+def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
+    merges = _merges(gguf)
     rule = gguf.text("tokenizer.ggml.pre", "default")
     if rule not in byte_level.RULES:
         raise ModelError(
@@ -157,6 +163,30 @@ def _byte_level(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     whole = rule in byte_level.WHOLE_WORDS
     return byte_level.build(gguf.path.name, vocabulary, merges, byte_level.RULES[rule], whole=whole)
+
+
+def _spelled(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:
+    """Gemma 4's: a text's lines, spaces spelled as U+2581, merged without cuts at words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    unknown = token_id(gguf, "unknown")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocab=vocabulary,
+                merges=_merges(gguf),
+                byte_fallback=True,
+                fuse_unk=True,
+                unk_token=None if unknown is None else tokens[unknown],
+            )
+        )
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ModelError(f"{gguf.path.name}: the vocabulary and its merges do not fit together ({error})") from error
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
 
 
 def _sentencepiece(gguf: GGUFFile, tokens: list[str], cache: Path | None) -> Any:

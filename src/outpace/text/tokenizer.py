@@ -82,7 +82,7 @@ class Tokenizer:
         kind, pre = gguf.text("tokenizer.ggml.model", ""), gguf.text("tokenizer.ggml.pre", "default")
         bos, eos = gguf_tokenizer.token_id(gguf, "bos"), gguf_tokenizer.token_id(gguf, "eos")
         fast = gguf_tokenizer.build(gguf, cache_dir())
-        starts = kind == "llama" or pre in byte_level.WHOLE_WORDS
+        starts = kind in ("llama", "gemma4") or pre in byte_level.STARTS
         tokens = {f"{n}_token": fast.id_to_token(i) for n, i in (("bos", bos), ("eos", eos)) if i is not None}
         return cls(
             fast,

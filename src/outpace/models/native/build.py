@@ -23,9 +23,7 @@ from outpace.models.weights.tensors import Weights
 _native = _fast.native
 
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
-READ = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
-)  # fmt: skip  # types of matrices
+READ = tuple(name for name, _, _ in _native.source_types().values())  # types of matrices
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))

@@ -43,12 +43,11 @@ _Asked = ChatRequest | CompletionRequest | ResponsesRequest
 
 _NOT_COMPARED = ("speculation", "index")  # of a choice: how it was made
 _LIKE_STOP = ("tool_calls", "function_call")  # what OpenAI calls an answer that stopped after a call
-_KINDS: dict[type[_Asked], str] = {
-    ChatRequest: "chat.completion", CompletionRequest: "text_completion", ResponsesRequest: "response",
-}  # fmt: skip
-_ENCODERS: dict[type[_Asked], type[Encoder]] = {
-    ChatRequest: ChatEncoder, CompletionRequest: TextEncoder, ResponsesRequest: ResponseEncoder,
-}  # fmt: skip
+_ANSWERS: dict[type[_Asked], tuple[str, type[Encoder]]] = {  # their ``object``, and who writes them
+    ChatRequest: ("chat.completion", ChatEncoder),
+    CompletionRequest: ("text_completion", TextEncoder),
+    ResponsesRequest: ("response", ResponseEncoder),
+}
 
 
 class RecordedAnswer(BaseModel):
@@ -150,7 +149,7 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
         first = await begun(request, asks.model, "replay-", again)
     except (APIError, OutpaceError) as error:
         raise errors.of(error, responses.NAMES if isinstance(asks, ResponsesRequest) else {}) from error
-    encoder: Encoder = _ENCODERS[type(asks)](first, asks)
+    encoder = _ANSWERS[type(asks)][1](first, asks)
     await each_part(request, first, encoder.fold)
     results = first.in_order
     base = first.work.params.with_(rules=first.work.params.rules[:-1])  # without the rule that has the answer drafted
@@ -165,8 +164,8 @@ async def replayed(request: Request, body: ReplayRequest) -> Replayed:
     differences, second = await service.work(compared)
     if second is not None:
         closer, drafted = replace(first.work, params=second[0], parser=None), second[1]
-        again_ = await begun(request, asks.model, "replay-", lambda model, scope: closer)
-        await each_part(request, again_, lambda part: None)
+        watched = await begun(request, asks.model, "replay-", lambda model, scope: closer)
+        await each_part(request, watched, lambda part: None)
         differences = await service.work(lambda: drafted.measured(differences, base, results))
     tokens = sum(len(result.token_ids) for result in results)
     prints = Fingerprints(recorded=body.answer.system_fingerprint, now=first.model.fingerprint)
@@ -199,7 +198,7 @@ def _bare(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _asks(body: ReplayRequest) -> _Asked:
     """The request as it is asked again. Raises APIError."""
     request = body.request
-    if body.answer.object != _KINDS[type(request)]:
+    if body.answer.object != _ANSWERS[type(request)][0]:
         raise APIError(
             400, f"the answer is a {body.answer.object}, the request asks for another", param="answer.object"
         )

@@ -16,7 +16,7 @@ from outpace.server.conversation.pieces import (
     Piece,
     Plain,
     Reading,
-    Reasoning,
+    Thought,
 )
 from outpace.text.chat_template import variables_of
 
@@ -189,7 +189,7 @@ class ReasoningParser(Incremental):
                 shown = shown.rstrip("\n")
             if shown:
                 begun = True
-                self._say(Reasoning, shown)
+                self._say(Thought, shown)
                 self._mark += len(shown)
             source.at = end + len(THINK_END) if end >= 0 else len(text)
             if end >= 0 or source.ended:

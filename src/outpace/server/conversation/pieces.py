@@ -24,7 +24,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class Thought:
     text: str
 
 
@@ -45,10 +45,10 @@ class ToolArguments:
     text: str
 
 
-Piece = Text | Reasoning | ToolStart | ToolArguments
+Piece = Text | Thought | ToolStart | ToolArguments
 
 
-What = type[Text] | type[Reasoning] | int  # the last: arguments of this call
+What = type[Text] | type[Thought] | int  # the last: arguments of this call
 
 
 @dataclass(frozen=True, slots=True)
