@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,11 @@ import pytest
 import outpace.engine.walk
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import F32, I32
+from outpace.drafters.base import Drafter, RowView
+from outpace.engine.request import StepRecord
 from outpace.engine.results import Result
 from outpace.errors import MemoryLimitError, ParameterError
+from outpace.exact.drafts import Drafts
 from tests.driving import finished
 from tests.exact.test_engine_property import STEM, VOCAB, Scripted, plain
 from tests.toy import BYTES, ToyModel, ToyTokenizer
@@ -431,3 +434,26 @@ def test_a_deadline_ends_a_request_as_it_is_and_priority_goes_first() -> None:
         engine.check()
     assert order == [late, high, low]
     assert results[late].finish_reason == "deadline"
+
+
+def test_a_row_that_a_drafter_did_not_release_is_released_in_the_next_step() -> None:
+    released, steps = list[int](), list[StepRecord]()
+
+    class Clings(Drafter):
+        def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+            return Drafts.chains([[1]] * len(rows))
+
+        def release(self, row: int, tokens: I32 | None = None) -> None:
+            released.append(row)
+            if len(released) <= 2:
+                raise RuntimeError("not yet")
+
+    with Engine(ToyModel(), drafter=Clings(), size=1, prefix_rows=0) as engine:
+        engine.on_step = steps.append
+        engine.generate([1, 2], max_tokens=3, ignore_eos=True)
+        assert released == [0, 0]
+        engine.generate([1, 2], max_tokens=3, ignore_eos=True)
+        assert released[:3] == [0, 0, 0]
+    faults = [step.faults for step in steps if step.faults]
+    assert len(faults) == 1, "told more than once"
+    assert "failed to release a row" in faults[0][0]

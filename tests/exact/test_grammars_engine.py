@@ -193,3 +193,43 @@ def test_a_token_that_is_none_is_never_drafted(token: int) -> None:
     found = engine.generate([1], max_tokens=8, ignore_eos=True, rules=[Wild(token)])
     assert found.token_ids == plain.token_ids
     assert len(finished(engine)[beside, 0].token_ids) == 8
+
+
+class Countdown:
+    """Only token 3 may follow, so often; then nothing may."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def start(self, prompt: I32) -> int:
+        return self._left
+
+    def advance(self, state: int, token: int) -> int:
+        return state - 1
+
+    def apply(self, state: int, logits: Any) -> None:
+        logits[np.arange(len(logits)) != (3 if state else -1)] = -np.inf
+
+    def forced(self, state: int) -> list[int]:
+        return [3] * state
+
+
+def test_tokens_that_must_follow_are_not_drafted_beyond_the_context() -> None:
+    model = ToyModel(6, max_length=20)
+    steps = list[Any]()
+    with Engine(model, drafter=SuffixDrafter(vocab=6), size=8) as engine:
+        engine.on_step = steps.append
+        result = engine.generate([1, 2], rules=[Countdown(99)], ignore_eos=True)
+    assert len(result.token_ids) == 18
+    rows = [row for step in steps for row in step.rows]
+    assert max(len(row.kept) for row in rows) == 8
+    assert all(row.start + len(row.kept) < 20 for row in rows), "a forward of positions that the model has not"
+
+
+@pytest.mark.parametrize("size", [0, 1, 8])
+def test_a_dead_end_leaves_what_was_accepted_with_its_figures(size: int) -> None:
+    with Engine(ToyModel(6, max_length=64), drafter=SuffixDrafter(vocab=6), size=size) as engine:
+        params = SamplingParams(rules=[Countdown(5)], ignore_eos=True, logprobs=True)
+        (result,) = engine.generate_many([[1, 2]], params, errors="return")
+    assert (result.finish_reason, result.token_ids) == ("error", (3,) * 5)
+    assert [one.token for one in result.logprobs] == [3] * 5

@@ -183,11 +183,11 @@ def propose(step: Step) -> None:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
             rows.put(where, drafts)
             drafts = drafts.normalized(step.core.model.info.vocab_size)
-        except (MemoryLimitError, RuleError):  # no room for its cache, or a request's own fault, which ``verify`` meets
-            rows.drop(where)
         except Exception as error:
             rows.drop(where)
-            drafting.drafter_failed(name, error, [decoding[i] for i in where])
+            # No room for its cache is no fault, and a rule's is a request's own, which ``verify`` meets.
+            if not isinstance(error, (MemoryLimitError, RuleError)):
+                drafting.drafter_failed(name, error, [decoding[i] for i in where])
         else:
             for j, i in enumerate(where):
                 if drafts.q is not None:
