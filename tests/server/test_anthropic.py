@@ -114,6 +114,21 @@ def test_it_is_the_chats_answer(demo: Running) -> None:
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"},
+            "metadata": {"user_id": "user_1_account__session_2"},
+        },
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    ],
+)  # fmt: skip
+def test_what_claude_code_asks_beside_changes_nothing(demo: Running, more: dict[str, Any]) -> None:
+    assert demo.answer(PATH, {**BODY, **more})["content"] == demo.answer(PATH, BODY)["content"]
+
+
+@pytest.mark.parametrize(
     ("more", "status", "kind", "named"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
@@ -125,7 +140,8 @@ def test_it_is_the_chats_answer(demo: Running) -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": [{**PAINT, "name": "a b"}]}, 400, "invalid_request_error", "tools.0.name"),
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error", "thinking"),
+        ({"thinking": {"type": "on"}}, 400, "invalid_request_error", "thinking.type"),
+        ({"context_management": "all"}, 400, "invalid_request_error", "context_management"),
         ({"mcp_servers": []}, 400, "invalid_request_error", "mcp_servers"),
         ({"stop_sequences": ["x"] * 65}, 400, "invalid_request_error", "stop_sequences"),
     ],

@@ -169,7 +169,6 @@ def test_formats_as_vllm_spells_them(demo: Running, more: dict[str, Any], patter
         ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"continue_final_message": True}, "messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

@@ -189,6 +189,28 @@ def test_a_fault_in_mid_stream_is_told(demo: Running, monkeypatch: pytest.Monkey
     demo.at_rest()
 
 
+CODEX = {  # fields of its first request
+    "client_metadata": {"x-codex-installation-id": "1"}, "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"], "store": False, "prompt_cache_key": "a", "text": {"verbosity": "low"},
+    "parallel_tool_calls": True, "tool_choice": "auto",
+}  # fmt: skip
+ELSEWHERE = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [TOOL]},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+]
+
+
+@pytest.mark.parametrize("tools", [[TOOL], []])
+def test_what_codex_asks_beside_changes_nothing(demo: Running, tools: list[dict[str, Any]]) -> None:
+    body = {"input": INPUT, "max_output_tokens": 8, "seed": 1, "tools": tools}
+    plain, answer = (
+        demo.answer("/v1/responses", each) for each in (body, {**body, **CODEX, "tools": [*ELSEWHERE, *tools]})
+    )
+    assert answer["output"][-1]["content"] == plain["output"][-1]["content"]
+    assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -201,8 +223,8 @@ def test_a_fault_in_mid_stream_is_told(demo: Running, monkeypatch: pytest.Monkey
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools.0"),
+        ({"tools": [{"type": "teleport"}]}, "tools.0"),
+        ({"tools": [TOOL, {"type": "function", "name": "a b"}]}, "tools.1.name"),
         ({"tools": [TOOL], "include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include.0"),

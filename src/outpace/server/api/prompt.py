@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.messages import Conversation, Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
 from outpace.server.engines.models import Served
@@ -26,7 +25,8 @@ class Prompt(Body):
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
     reasoning_effort: Effort | None = Field(
-        default=None, description="Where the template knows it, or knows whether to think: all but none do."
+        default=None,
+        description="Changes nothing where the template knows neither it nor whether to think; all but none think.",
     )
     add_generation_prompt: bool | None = Field(default=None, description="Begin the assistant's turn. Default: true.")
     continue_final_message: bool | None = Field(default=None, description="The answer goes on with the last message.")
@@ -36,7 +36,7 @@ def rendered(
     body: Prompt, messages: Messages, tools: Sequence[dict[str, Any]], choice: ToolChoice, model: Served
 ) -> str:
     """The text of ``messages``, where they spell control tokens with marks (conversation/control.py). ``tools``: as
-    ``checked`` gives them. Raises ParameterError or APIError."""
+    ``checked`` gives them. Raises APIError."""
     template = model.tokenizer.chat_template_of(tools=bool(tools) and choice != "none")
     plain = conversation(messages, template, tools, choice)
     if (size := _characters([plain.messages, plain.tools])) > model.most_text:
@@ -95,10 +95,6 @@ def _variables(body: Prompt, template: str | None) -> Mapping[str, Any]:
     meant: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
     if "reasoning_effort" in known:
         meant["reasoning_effort"] = effort
-    if not meant and effort != "none":
-        raise ParameterError(
-            Argument("reasoning_effort", effort), " is nothing that this model's chat template knows: leave it out"
-        )
     if twice := meant.keys() & given.keys():
         name = min(twice)
         raise APIError(

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -238,6 +238,21 @@ NAMES = {  # of fields of chats', as here
 _LOGPROBS = "message.output_text.logprobs"
 
 
+# Tools that other servers run themselves, or group: a model that is not told of them calls none of them.
+ELSEWHERE = frozenset((
+    "code_interpreter", "computer_use_preview", "custom", "file_search", "image_generation", "local_shell", "mcp",
+    "namespace", "shell", "web_search", "web_search_preview",
+))  # fmt: skip
+
+
+def _functions(value: Any) -> Any:
+    return (
+        [tool for tool in value if not (isinstance(tool, dict) and tool.get("type") in ELSEWHERE)]
+        if isinstance(value, list)
+        else value
+    )
+
+
 class FunctionTool(Function):
     type: Literal["function"]
 
@@ -288,7 +303,11 @@ class ResponsesRequest(Parameters):
     input: str | Items[AnyItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[
+        Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None,
+        BeforeValidator(_functions),
+        Field(description="Functions; those that a server would run itself are left out of what the model is told."),
+    ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
