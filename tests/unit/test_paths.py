@@ -71,7 +71,7 @@ def test_every_parameter_that_is_a_path_is_a_str_path() -> None:
     for name, function in functions():
         for parameter in inspect.signature(function).parameters.values():
             kind = "" if isinstance(parameter.default, Path) else str(parameter.annotation)  # a system's root
-            if re.search(r"\bStrPath\b", kind):
+            if re.search(r"\b(StrPath|DrafterSource)\b", kind):  # the second is a StrPath, or a drafter
                 seen.add(name)
             elif re.search(r"\bPath\b|PathLike", kind):
                 wrong.append(f"{name}({parameter.name}: {kind})")

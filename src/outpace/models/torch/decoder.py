@@ -27,7 +27,6 @@ from outpace.models.torch.between import Norm, Table
 from outpace.models.torch.state import hooked
 
 log = logging.getLogger(__name__)
-REPACKED = (torch.float32, torch.bfloat16)
 TOKENS = 8  # the width that weights are repacked for
 _JOINED: weakref.WeakSet[torch.nn.Linear] = weakref.WeakSet()  # whose weights lie beside others' in one tensor
 
@@ -50,8 +49,7 @@ class Projection:
         self._bias = torch.cat(list(biases)) if biases else None
         self._packed: Tensor | None = None
         weight = _together(weights)
-        mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-        if weight.device.type == "cpu" and weight.dtype in REPACKED and mkldnn:
+        if weight.device.type == "cpu" and _repacks(weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
             return
         self._weight = weight
@@ -70,6 +68,14 @@ class Projection:
             return F.linear(x, self._weight, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
+
+
+def _repacks(dtype: torch.dtype) -> bool:
+    """Whether this CPU's matrix kernels take repacked weights of ``dtype``: bfloat16 wants AVX-512 or newer."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16 or dtype == torch.float32
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
