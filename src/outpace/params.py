@@ -117,8 +117,8 @@ _TOP = Integer(0, 100, "0 reports only the chosen token")
 class SamplingParams:
     """What a request asks of the target's distribution, and when to stop.
 
-    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``rules``), top-n-sigma,
-    temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off
+    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``no_repeat_ngram_size``,
+    ``rules``), top-n-sigma, temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off
     (``top_k=-1``, None for a filter or a list) are taken. Raises ParameterError (a ValueError) that names the
     parameter.
     """
@@ -171,6 +171,11 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = defined(
         (), "The output must not contain them.", Words(), stage="logits", none="off", option=("--bad-word",),
         request="bad_words", config="bad_words_ids", aliases=("banned_tokens", "banned_strings"),
+    )  # fmt: skip
+    no_repeat_ngram_size: int = defined(
+        0, "No run of so many tokens comes twice in prompt and output. 0: off.",
+        Integer(0, _WHOLE, "0 turns it off"), stage="logits", none="off", request="no_repeat_ngram_size",
+        config="no_repeat_ngram_size", aliases=("no_repeat_ngram",),
     )  # fmt: skip
     rules: Sequence[Rule] = defined(
         (), "Changes of the logits, in order.", Rules(), stage="logits", none="off", option=None
@@ -335,6 +340,7 @@ class SamplingKeywords(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     allowed_tokens: Sequence[int] | None
     bad_words: Sequence[str | Sequence[int]]
+    no_repeat_ngram_size: int
     rules: Sequence[Rule]
     seed: int | None
     max_tokens: int | None

@@ -180,6 +180,20 @@ def test_bad_words_as_texts_count_with_and_without_a_space_before_them() -> None
         rules_for(params, V)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_no_run_comes_twice_as_transformers_has_it(n: int) -> None:
+    theirs = NoRepeatNGramLogitsProcessor(n)
+    (rule,) = rules_for(SamplingParams(no_repeat_ngram_size=n), V)
+    rng = np.random.default_rng(n)
+    for length in rng.integers(1, 30, 100):
+        text = rng.integers(0, 5, length).astype(np.int32)
+        state = rule.start(text[: length // 2])
+        for token in text[length // 2 :]:
+            state = rule.advance(state, int(token))
+        expected = theirs(torch.from_numpy(text[None]).long(), torch.zeros(1, V))[0].isneginf().nonzero()[:, 0]
+        assert rule.forbidden(state).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(("ignore_eos", "forbidden"), [(False, [2, 5, 8]), (True, [5])])
 def test_no_end_comes_before_min_tokens(ignore_eos: bool, forbidden: list[int]) -> None:
     params = SamplingParams(min_tokens=3, stop_ids=[5], ignore_eos=ignore_eos)

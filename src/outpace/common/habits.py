@@ -48,9 +48,6 @@ ELSEWHERE: Mapping[str, str] = {  # names from elsewhere that need more words th
     **dict.fromkeys(("suppress_tokens", "ban_eos_token"), "logit_bias={id: -inf}"),
     "sequence_bias": "logit_bias, for single tokens",
     **dict.fromkeys(("logits_processor", "logits_processors"), "rules=[...], which takes transformers' processors"),
-    **dict.fromkeys(
-        ("no_repeat_ngram_size", "no_repeat_ngram"), "rules=[transformers.NoRepeatNGramLogitsProcessor(n)]"
-    ),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"), _GRAMMAR),
     **dict.fromkeys(("structured_outputs", "response_format", "grammar", "json_schema"), _GRAMMAR),
     **dict.fromkeys(("typical_p", "typ_p", "tfs_z", "top_a", "epsilon_cutoff", "eta_cutoff"), _NO_FILTER),
@@ -167,7 +164,6 @@ _NEUTRAL = {  # values at which a setting that we do not have changes nothing
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
-    "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "num_beams": 1,

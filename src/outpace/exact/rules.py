@@ -27,6 +27,7 @@ __all__ = [
     "Bias",
     "FunctionRule",
     "MinTokens",
+    "NoRepeat",
     "Penalties",
     "ProcessorRule",
     "allowed_mask",
@@ -192,6 +193,31 @@ class BadWords(Forbids):
         return self._usual if ids is self._single else self._without(ids)
 
 
+class NoRepeat(Forbids):
+    """Forbids the token that would complete a run of ``n`` tokens that prompt and output have already (Paulus et al.,
+    arXiv 1705.04304). Its state is the tokens so far, int32 [S]."""
+
+    def __init__(self, n: int, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._before = n - 1
+        self._none = np.zeros(0, np.int32)
+
+    def start(self, prompt: I32) -> I32:
+        return np.array(prompt, np.int32)
+
+    def advance(self, state: I32, token: int) -> I32:
+        return np.append(state, np.int32(token))
+
+    def forbidden(self, state: I32) -> I32:
+        runs = len(state) - self._before  # each is followed by a token
+        if runs <= 0:
+            return self._none
+        same = np.ones(runs, np.bool_)
+        for i in range(self._before):
+            same &= state[i : i + runs] == state[runs + i]
+        return np.unique(state[self._before :][same])
+
+
 class FunctionRule:
     """A function of the tokens so far, prompt and output, int32 [S], and the logits, float32 [V]: it changes these in
     place, or returns others. It must be pure: it sees draft prefixes that may never be committed."""
@@ -253,6 +279,8 @@ def rules_for(
         rules.append(MinTokens(params.min_tokens, [i for i in ends if i < vocab_size], vocab_size))
     if params.bad_words:
         rules.append(BadWords(_sequences(params.bad_words, vocab_size, encode), vocab_size))
+    if params.no_repeat_ngram_size:
+        rules.append(NoRepeat(params.no_repeat_ngram_size, vocab_size))
     for rule in params.rules:
         if isinstance(rule, LogitRule):
             rules.append(rule)
