@@ -117,10 +117,10 @@ _TOP = Integer(0, 100, "0 reports only the chosen token")
 class SamplingParams:
     """What a request asks of the target's distribution, and when to stop.
 
-    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``, ``no_repeat_ngram_size``,
-    ``rules``), top-n-sigma, temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Values by which other tools turn something off
-    (``top_k=-1``, None for a filter or a list) are taken. Raises ParameterError (a ValueError) that names the
-    parameter.
+    The order is: logit rules (penalties, bias, allowed tokens, ``min_tokens``, ``bad_words``,
+    ``no_repeat_ngram_size``, ``rules``), top-n-sigma, temperature, top-k, top-p, min-p. ``temperature=0`` is greedy.
+    Values by which other tools turn something off (``top_k=-1``, None for a filter or a list) are taken. Raises
+    ParameterError (a ValueError) that names the parameter.
     """
 
     temperature: float = defined(

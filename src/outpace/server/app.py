@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from outpace.common.version import __version__
 from outpace.errors import OutpaceError
-from outpace.server.api import anthropic, chat, completions, models, ollama, operations, page, replay, responses
+from outpace.server.api import anthropic, chat, completions, llama, models, ollama, operations, page, replay, responses
 from outpace.server.auth import Guard, refusal
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError, Refusal
 
 _ROUTERS = (
     chat.router, completions.router, responses.router, anthropic.router, replay.router, ollama.router, ollama.bodies,
-    models.router, models.bodies, operations.router, page.router,
+    llama.router, models.router, models.bodies, operations.router, page.router,
 )  # fmt: skip
 
 

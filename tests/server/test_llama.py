@@ -1,0 +1,77 @@
+"""``/completion``: the same answers as ``/v1/completions``, as llama.cpp's clients ask for them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.serving import Running
+
+TEXT = "The capital of France is"
+THEIRS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+ENDS = {"length": "limit", "stop": "eos"}
+
+
+@pytest.mark.parametrize(
+    ("more", "same"),
+    [
+        ({}, THEIRS),
+        ({"temperature": 0}, {"temperature": 0}),
+        ({"top_k": -1, "repeat_penalty": 1.2, "repeat_last_n": 64}, {**THEIRS, "top_k": 0, "repetition_penalty": 1.2}),
+        ({"logit_bias": [[7042, False], [1, 2.5]]}, {**THEIRS, "logit_bias": {"1": 2.5, "7042": -100}}),
+        ({"json_schema": SCHEMA}, {
+            **THEIRS, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        }),
+        ({"grammar": 'root ::= "yes" | "no"'}, {**THEIRS, "guided_choice": ["yes", "no"]}),
+        ({"samplers": ["top_k"], "mirostat": 0, "xtc_probability": 0, "cache_prompt": True, "typical_p": 1}, THEIRS),
+        ({"n_probs": 2}, {**THEIRS, "logprobs": 2}),
+    ],
+)  # fmt: skip
+def test_answers_are_those_of_completions(demo: Running, more: dict[str, Any], same: dict[str, Any]) -> None:
+    theirs = demo.answer("/completion", {"prompt": TEXT, "n_predict": 12, "seed": 5, "return_tokens": True, **more})
+    ours = demo.answer(
+        "/v1/completions", {"prompt": TEXT, "max_tokens": 12, "seed": 5, "return_token_ids": True, **same}
+    )
+    (choice,) = ours["choices"]
+    assert (theirs["content"], theirs["tokens"]) == (choice["text"], choice["token_ids"])
+    assert theirs["stop_type"] == ENDS[choice["finish_reason"]]
+    assert (theirs["stop"], theirs["tokens_predicted"]) == (True, ours["usage"]["completion_tokens"])
+    assert theirs["timings"]["predicted_n"] == theirs["tokens_predicted"]
+    if "n_probs" in more:
+        found = theirs["completion_probabilities"]
+        assert [each["logprob"] for each in found] == choice["logprobs"]["token_logprobs"]
+        assert [each["id"] for each in found] == theirs["tokens"]
+        assert all(len(each["top_logprobs"]) == 2 for each in found)
+
+
+def test_streams_end_with_what_the_answer_cost(demo: Running) -> None:
+    asked = {"prompt": TEXT, "n_predict": 24, "seed": 6, "stop": [" people"], "n_probs": 1}
+    whole = demo.answer("/completions", {**asked, "return_tokens": True})
+    response = demo.post("/completion", {**asked, "stream": True})
+    *parts, last = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    assert [each["stop"] for each in parts] == [False] * len(parts)
+    assert "".join(each["content"] for each in parts) == whole["content"]
+    assert [token for each in parts for token in each["tokens"]] == whole["tokens"]
+    assert [each for part in parts for each in part["completion_probabilities"]] == whole["completion_probabilities"]
+    for name in ("stop_type", "stopping_word", "tokens_predicted", "tokens_evaluated", "generation_settings"):
+        assert last[name] == whole[name]
+    assert (whole["stop_type"], whole["stopping_word"]) == ("word", " people")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"mirostat": 2}, "mirostat"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"n_predict": 0}, "n_predict"),
+        ({"repeat_penalty": 1e9}, "repeat_penalty"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema"),
+        ({"n_probs": 10**6}, "n_probs"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_its_name(demo: Running, more: dict[str, Any], named: str) -> None:
+    error = demo.answer("/completion", {"prompt": TEXT, **more}, 400)["error"]
+    assert error["param"] == named, error
