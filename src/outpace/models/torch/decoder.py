@@ -74,7 +74,7 @@ def _repacks(dtype: torch.dtype) -> bool:
     """Whether this CPU's matrix kernels take repacked weights of ``dtype``: bfloat16 wants AVX-512 or newer."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
-    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bf16 = dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bf16 or dtype == torch.float32
 
 
