@@ -58,6 +58,14 @@ def export(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -111,10 +119,12 @@ def export(
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, values in _tensors(model, config):
+        if "linear_attn" in name:
+            name, values = _of_net(name, values, config)
         if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture in ("gemma2", "gemma3") and "norm" in name:
+        if architecture in ("gemma2", "gemma3", "qwen35") and "norm" in name and "linear_attn" not in name:
             values = values + 1
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T
@@ -130,6 +140,29 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _of_net(name: str, values: F32, config: Any) -> tuple[str, F32]:
+    """A gated delta net's tensor: value heads stand by their place within a key head's, not by key head."""
+    part = name.split("linear_attn.")[1]
+    heads, shared = config.linear_num_value_heads, config.linear_num_key_heads
+
+    def tiled(values: F32) -> F32:
+        apart = values.reshape(shared, heads // shared, len(values) // heads, *values.shape[1:])
+        return apart.swapaxes(0, 1).reshape(values.shape)
+
+    if part.startswith("conv1d"):
+        values = values[:, 0]
+    if part.startswith(("conv1d", "in_proj_qkv")):
+        keys = 2 * shared * config.linear_key_head_dim
+        values = np.concatenate([values[:keys], tiled(values[keys:])])
+    elif part.startswith("out_proj"):
+        values = tiled(values.T).T
+    elif not part.startswith("norm"):
+        values = tiled(values)
+    if part == "A_log":
+        values = -np.exp(values)
+    return name.replace("dt_bias", "dt_proj.bias"), values
 
 
 def _tensors(model: Any, config: Any) -> Iterator[tuple[str, F32]]:

@@ -52,6 +52,11 @@ class ToyKV:
     def length(self, row: int) -> int:
         return self._lengths[row]
 
+    recurrent = False
+
+    def reachable(self, row: int, n: int) -> int:
+        return min(max(n, 0), self._lengths[row])
+
     def truncate(self, row: int, n: int) -> None:
         assert 0 <= n <= self._lengths[row]
         self._lengths[row] = n

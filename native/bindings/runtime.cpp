@@ -43,9 +43,23 @@ Experts experts_of(const nb::dict& d) {
     return e;
 }
 
+DeltaNet delta_of(const nb::dict& d) {
+    DeltaNet net{};
+    read<int, DeltaNet>(d, net,
+        {{"key_heads", &DeltaNet::key_heads}, {"value_heads", &DeltaNet::value_heads}, {"key_dim", &DeltaNet::key_dim},
+            {"value_dim", &DeltaNet::value_dim}, {"taps", &DeltaNet::taps}});
+    read<bool, DeltaNet>(d, net, {{"tiled", &DeltaNet::tiled}});
+    read<Matrix, DeltaNet>(d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}});
+    read<std::vector<float>, DeltaNet>(d, net,
+        {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm}});
+    if (net.key_heads < 1) throw std::invalid_argument("a recurrent layer has no heads");
+    return net;
+}
+
 Layer layer_of(const Named& d) {
     Layer l{};
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
+    if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
             {"down", &Layer::down}});
@@ -55,7 +69,7 @@ Layer layer_of(const Named& d) {
             {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm},
             {"sinks", &Layer::sinks}});
     read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
-    read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}});
+    read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}, {"gated", &Layer::gated}});
     return l;
 }
 
@@ -171,6 +185,8 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
         .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
+        .def("kv_reachable", [](Model& x, int row, int n) { return locked(x, [&](KV& kv) { return kv.reachable(row, n); }); })
+        .def_prop_ro("recurrent", [](Model& x) { return x.kv().states().shape().layers > 0; })
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
         .def("kv_compact",
             [](Model& x, int row, int start, const Ints& keep) {

@@ -43,6 +43,11 @@ static void gate(Activation activation, const float* g, const float* up, int n, 
         for (int i = 0; i < n; i += 16) store(out + i, mul(silu(load(g + i)), load(up + i)));
     else if (activation == Activation::GeluTanh)
         for (int i = 0; i < n; i += 16) store(out + i, mul(gelu_tanh(load(g + i)), load(up + i)));
+    else if (activation == Activation::Sigmoid)
+        for (int i = 0; i < n; i += 16) {
+            const F a = load(g + i);
+            store(out + i, div(load(up + i), add(set1(1.0f), exp(sub(zero(), a)))));
+        }
     else  // gpt-oss's: (up + 1) g sigmoid(1.702 g), g at most 7 and up from -7 to 7
         for (int i = 0; i < n; i += 16) {
             const F a = load(g + i), b = load(up + i);

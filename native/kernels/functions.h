@@ -39,6 +39,11 @@ static inline double exponential(double x) {
     return x > -700.0 ? p * scale : 0.0;
 }
 
+static inline double logistic(double x) { return 1.0 / (1.0 + exponential(-x)); }
+
+// x >= 0 as float32; 0 for what is far below anything that counts, since processors round tiny numbers in different ways.
+static inline float narrowed(double x) { return x < 1e-30 ? 0.0f : static_cast<float>(x); }
+
 // log x of a positive normal number: noise.py's, the same operations in the same order.
 static inline double natural_log(double x) {
     int exponent;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention.h"
+#include "kernels/delta.h"
 #include "kernels/elementwise.h"
 #include "kernels/matmul.h"
 #include "kernels/sampling.h"
@@ -22,6 +23,9 @@ static Kernels table(const char* name) {
     k.gate = gate;
     k.attention = attention;
     k.merge_parts = merge_parts;
+    k.convolve = convolve;
+    k.delta_replay = delta_replay;
+    k.delta_step = delta_step;
     k.put_key = put_key;
     k.put_value = put_value;
     k.argmax = argmax;

@@ -15,6 +15,9 @@ const Kernels& kernels_neon() {
         t.merge_parts = or_again<OUTPACE_NS::merge_parts, &Kernels::merge_parts>;
         t.gate = gate_or_again<OUTPACE_NS::gate>;
         t.rmsnorm = kernels_portable().rmsnorm;
+        t.convolve = kernels_portable().convolve;
+        t.delta_replay = kernels_portable().delta_replay;
+        t.delta_step = kernels_portable().delta_step;
         return t;
     }();
     return table;

@@ -14,13 +14,14 @@ namespace outpace {
 // tests/integration/golden.json is then made anew.
 constexpr int kArithmetic = 1;
 
-enum class Activation { Silu, GeluTanh, ClampedSilu };  // the last one: see gate in elementwise.h
+enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid };  // ClampedSilu: see gate in elementwise.h
 
 enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
 constexpr int kMaxHead = 256;    // largest head, padded to 16
+constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
 constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
 // Bytes of one layer's and head's keys (or values) in a block.
@@ -50,6 +51,15 @@ struct AttentionJob {
     // to parts[query] + block * part_stride, for `merge_parts`.
     float* parts[kMaxQueries];  // null for all queries or for none
     int part_stride;
+};
+
+// What a token does to a tile [rows][kStateColumns] of a value head's state S: S becomes decay * S + key update', where
+// update = beta * (value - decay * S'key); out = S'query of that.
+struct DeltaToken {
+    const float *key, *query;  // [rows]
+    const float* value;        // [kStateColumns], as are the next two
+    float *update, *out;
+    float beta, decay;
 };
 
 // Argmax over [n]; the first index on ties; `nan` when any value is NaN.
@@ -87,6 +97,11 @@ struct Kernels {
 
     void (*attention)(const AttentionJob& job);
     void (*merge_parts)(const AttentionJob& job);
+
+    // Recurrent layers; see delta.h. `to` may be `from`.
+    void (*convolve)(const float* const* x, const float* w, int stride, int taps, int n, float* out);
+    void (*delta_replay)(const float* from, const float* key, const float* update, float decay, int rows, float* to);
+    void (*delta_step)(const DeltaToken& token, const float* from, int rows, float* to);
 
     // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
     void (*put_key)(const float* k, int dim, int dim_padded, KVType type, uint8_t* keys, int slot);

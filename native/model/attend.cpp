@@ -13,6 +13,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const int heads = c_.heads + 2 * c_.kv_heads - from;
     const Rope* rope = l.rope < 0 ? nullptr : &m_.ropes_[static_cast<size_t>(l.rope)];
     const KVShape& shape = m_.kv_.shape();
+    const int place = m_.places_[static_cast<size_t>(index)];
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     const float* normed = nullptr;  // which queries or keys `line` has, under a norm over all of their heads
     const Part part = me.of(n_ * heads);
@@ -45,19 +46,19 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;
             const float* all = vectors(s_.q.get() + static_cast<size_t>(t) * l.q.out_padded(), l.q_bias, l.q_norm);
-            std::memcpy(q, all + head * d, static_cast<size_t>(d) * 4);
+            std::memcpy(q, all + head * (l.gated ? 2 * d : d), static_cast<size_t>(d) * 4);
             std::fill(q + d, q + padded, 0.0f);
             ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
         } else if (head < c_.heads + c_.kv_heads) {
             const int h = head - c_.heads;
             float* k = vectors(s_.k.get() + static_cast<size_t>(t) * l.k.out_padded(), l.k_bias, l.k_norm) + h * d;
             ready(k, l.k_bias, l.k_norm, h, 1.0f);
-            k_.put_key(k, d, padded, shape.type, block + shape.keys(index, h), tok.slot % kBlock);
+            k_.put_key(k, d, padded, shape.type, block + shape.keys(place, h), tok.slot % kBlock);
         } else {
             const int h = head - c_.heads - c_.kv_heads;
             float* v = s_.v.get() + static_cast<size_t>(t) * l.v.out_padded() + h * d;
             if (!l.v_bias.empty()) k_.add(v, l.v_bias.data() + h * d, d);
-            k_.put_value(v, d, padded, shape.type, block + shape.values(index, h), tok.slot % kBlock);
+            k_.put_value(v, d, padded, shape.type, block + shape.values(place, h), tok.slot % kBlock);
         }
     }
 }
@@ -66,12 +67,14 @@ const uint8_t* Model::Run::first_keys(int job, int layer) const {
     const Job& planned = m_.jobs_[static_cast<size_t>(job)];
     const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
     const Plan::Token& any = m_.plan_[tile.first];
-    return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] + m_.kv_.shape().keys(layer, planned.kv_head);
+    return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] +
+           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], planned.kv_head);
 }
 
 bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded(), group = c_.heads / c_.kv_heads;
     const bool whole_groups = d % kGroup == 0;
+    const int place = m_.places_[static_cast<size_t>(index)];
     uint8_t* acts = s_.heads.get(l.o.acts());
     const int used = c_.heads * d / kGroup;  // meaningful with whole groups only
     std::atomic<int>& next = m_.next_job_[static_cast<size_t>(index)];
@@ -91,8 +94,8 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         job.queries = tile.tokens * group;
         job.cached = any.cached;
         job.blocks = m_.plan_.blocks(any);
-        job.keys = m_.kv_.shape().keys(index, planned.kv_head);
-        job.values = m_.kv_.shape().values(index, planned.kv_head);
+        job.keys = m_.kv_.shape().keys(place, planned.kv_head);
+        job.values = m_.kv_.shape().values(place, planned.kv_head);
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
         job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {
@@ -115,6 +118,10 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
             finished.store(0, std::memory_order_relaxed);
             k_.merge_parts(job);
+        }
+        for (int i = 0; i < job.queries && l.gated; ++i) {
+            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            k_.gate(Activation::Sigmoid, product_in(s_.q, t, l.q) + head * 2 * d + d, job.out[i], d, job.out[i]);
         }
         if (!whole_groups) continue;
         for (int i = 0; i < job.queries; ++i) {

@@ -13,15 +13,6 @@
 #include "runtime/denormals.h"
 
 namespace outpace {
-namespace {
-
-// As float32; 0 for what is far below anything that counts, since processors round tiny numbers in different ways.
-float narrowed(double x) { return x < 1e-30 ? 0.0f : static_cast<float>(x); }
-
-double logistic(double x) { return 1.0 / (1.0 + exponential(-x)); }
-
-}  // namespace
-
 void Routes::choose(const Experts& e, const float* logits, int* chosen, float* weights) {
     const size_t count = static_cast<size_t>(e.count);
     values_.assign(logits, logits + count);

@@ -15,7 +15,7 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
         if (l.embed_norm.empty())
-            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v});
+            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a});
         else
             encode_joined(me, t, l);
     }
@@ -38,19 +38,8 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
 
-    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
-    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys and values come while it waits and rotates
-        const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < 2 * m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
-    }
+    if (l.delta.key_heads > 0 ? !recurrence(me, l, index) : !attend(me, l, index)) return false;
     if (!meet(me)) return false;
-    clock(me, kQkv);
-
-    rope(me, l, index, 0);
-    if (!meet(me)) return false;
-    clock(me, kRope);
-
-    if (!attention(me, l, index) || !meet(me)) return false;
     clock(me, kAttention);
 
     share(me, kClaimOutput, index, l.o.blocks,
@@ -75,6 +64,23 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!meet(me)) return false;
     clock(me, kDown);
     return true;
+}
+
+// Queries, keys and values; the cache's new ones; attention, encoded for the product behind it.
+bool Model::Run::attend(Seat& me, const Layer& l, int index) {
+    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys and values come while it waits and rotates
+        const uint8_t* keys = first_keys(me.rank, index);
+        for (size_t line = 0; line < 2 * m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
+    }
+    if (!meet(me)) return false;
+    clock(me, kQkv);
+
+    rope(me, l, index, 0);
+    if (!meet(me)) return false;
+    clock(me, kRope);
+
+    return attention(me, l, index);
 }
 
 void Model::Run::gate_up(const Seat& me, const Layer& l, int index) {
@@ -187,14 +193,16 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
     result->best.resize(static_cast<size_t>(batch.wanted_count));
     result->stride_ = weights_->head.out_padded();
     result->logits_ = logits_pool_.take(static_cast<size_t>(batch.wanted_count) * static_cast<size_t>(result->stride_));
-    for (int first = 0; first < batch.tokens; first += kChunk) {
-        const int count = std::min(kChunk, batch.tokens - first);
+    for (int first = 0, count; first < batch.tokens; first += count) {
+        count = pass(batch, first);
         unsigned kind = 0;  // widths up to 1, 2, 4 ...
         while (1 << kind < count) ++kind;
         plan_jobs(first, count, pool.team(kind));
+        begin_pass(batch, first, count);
         Run run(*this, pool, *result, batch, first, count);
         result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(weights_->bytes()));
         run.settle(result->threads);
+        end_pass();
     }
     for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;

@@ -1,6 +1,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "kernels/functions.h"
@@ -47,17 +48,40 @@ std::unique_ptr<Result> Result::of(const float* logits, int vocab, std::vector<i
     return result;
 }
 
+namespace {
+
+StateShape states_of(const Weights& weights) {
+    StateShape shape;
+    for (const Layer& l : weights.layers)
+        if (const DeltaNet& d = l.delta; d.key_heads > 0)
+            shape = {shape.layers + 1, d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps};
+    return shape;
+}
+
+KVShape keys_of(const Weights& weights, KVType type) {
+    const int attend = static_cast<int>(weights.layers.size()) - states_of(weights).layers;
+    return {attend, weights.config.kv_heads, weights.config.head_dim, type};
+}
+
+}  // namespace
+
 Model::Model(
     std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit)
     : weights_(std::move(weights)),
       runtime_(std::move(runtime)),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
-      kv_({static_cast<int>(weights_->layers.size()), weights_->config.kv_heads, weights_->config.head_dim, kv_type}, kv_limit),
+      kv_(keys_of(*weights_, kv_type), kv_limit, states_of(*weights_)),
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
+    int attend = 0, recur = 0;
+    for (const Layer& l : weights_->layers) places_.push_back(l.delta.key_heads > 0 ? recur++ : attend++);
+    if (const int dim = kv_.states().shape().key_dim; dim > 0) {
+        key_scale_.assign(static_cast<size_t>(dim), 1.0f / std::sqrt(static_cast<float>(dim)));
+        query_scale_.assign(static_cast<size_t>(dim), 1.0f / static_cast<float>(dim));
+    }
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
 }
@@ -74,7 +98,8 @@ void Model::fit_scratch() {
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up})
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
+                 &l.delta.z, &l.delta.b, &l.delta.a})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -86,9 +111,10 @@ void Model::fit_scratch() {
         }
         s.heads.need(l.o.acts(), l.o.groups);
         if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
-        s.q.need(chunk(l.q.out_padded()));
-        s.k.need(chunk(l.k.out_padded()));
-        s.v.need(chunk(l.v.out_padded()));
+        s.q.need(chunk(std::max(l.q.out_padded(), l.delta.qkv.out_padded())));
+        s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
+        s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
+        s.a.need(chunk(l.delta.a.out_padded()));
         s.y.need(chunk(std::max(l.o.out_padded(), l.down.out_padded())));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
     }
@@ -97,6 +123,12 @@ void Model::fit_scratch() {
     for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
     s.rotated.need(chunk(heads));
     s.attended.need(chunk(heads));
+    if (const StateShape& states = kv_.states().shape(); states.layers > 0) {
+        s.attended.need(chunk(states.values()));
+        s.convolved.need(chunk(states.channels()));
+        s.rates.need(chunk(2 * states.value_heads));
+        s.zeros.need(static_cast<size_t>(states.key_dim) * kStateColumns);
+    }
     hidden_stride_ = hidden;
 }
 

@@ -120,6 +120,16 @@ private:
         for (Rope& rope : ropes_) rope.cover(plan_.end());
     }
     void plan_jobs(int first, int count, int threads);
+    // Of recurrent layers; recurrent.cpp.
+    struct Recurrence {  // a row's tokens of a pass
+        RecurrentStates::Step step;
+        int first;  // of them, in the pass
+    };
+    bool recurrent() const { return kv_.states().shape().layers > 0; }
+    int settled(const BatchView& batch, int row) const;
+    int pass(const BatchView& batch, int first) const;
+    void begin_pass(const BatchView& batch, int first, int count);
+    void end_pass();
     void fit_scratch();
 
     std::shared_ptr<const Weights> weights_;
@@ -127,11 +137,15 @@ private:
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's
     int hidden_stride_ = 0;  // of Scratch::x, in floats
+    std::vector<int> places_;  // of each layer among those that attend, or among those that are recurrent
     KV kv_;
     std::vector<Rope> ropes_;
     Plan plan_;
     std::vector<Tile> tiles_;
     std::vector<Job> jobs_;
+    std::vector<Recurrence> recurrences_;  // of this pass
+    std::vector<int> parents_, slots_;     // of its tokens: a node before it or -1; the tile that its state goes to or -1
+    std::vector<float> query_scale_, key_scale_;  // of recurrent layers' heads
     std::vector<Routes> routes_;  // of each thread, which all find the same
     std::vector<std::atomic<int>> next_job_;  // one a layer
     // Products that threads claim stretches of.

@@ -12,6 +12,8 @@ void Model::prepare(const BatchView& batch) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
     const int n = batch.tokens;
     if (batch.layers < 1 || batch.layers > static_cast<int>(weights_->layers.size())) wrong("layers is out of range");
+    if (recurrent() && batch.layers < static_cast<int>(weights_->layers.size()))
+        wrong("recurrent layers run with all others, not the first " + std::to_string(batch.layers));
     for (const int layer : batch.hidden_layers)
         if (layer < 0 || layer >= batch.layers) wrong("layer " + std::to_string(layer) + " is not a layer that runs");
     if (!weights_->layers[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
@@ -43,6 +45,7 @@ void Model::prepare(const BatchView& batch) {
         if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
             wrong("wanted must ascend within the tokens");
 
+    for (int b = 0; b < batch.rows && recurrent(); ++b) settled(batch, b);  // refuses a tree that cannot be taken back
     kv_.grow(needs);
     plan_.clear();
     int wanted = 0;

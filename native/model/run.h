@@ -106,9 +106,10 @@ private:
         k_.add(x(me, t), y, c_.hidden);
     }
 
-    const float* product_of(int t, const Matrix& m) const {
-        return s_.y.get() + static_cast<size_t>(t) * static_cast<size_t>(m.out_padded());
+    static const float* product_in(const Buffer<float>& y, int t, const Matrix& m) {
+        return y.get() + static_cast<size_t>(t) * static_cast<size_t>(m.out_padded());
     }
+    const float* product_of(int t, const Matrix& m) const { return product_in(s_.y, t, m); }
 
     void keep_hidden(const Seat& me, int t, int layer) {
         if (batch_.hidden_layers.empty() || (solo_ && me.rank != 0)) return;
@@ -177,6 +178,7 @@ private:
     bool end_layers(Seat& me);
     const uint8_t* first_keys(int job, int layer) const;
     void rope(const Seat& me, const Layer& l, int index, int from);
+    bool attend(Seat& me, const Layer& l, int index);
     bool attention(Seat& me, const Layer& l, int index);
     // All layers, and what the head reads; false: the thread is dismissed.
     bool layers(Seat& me) {
@@ -207,6 +209,12 @@ private:
         share(me, kClaimDown, index, l.down.blocks,
             [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
     }
+
+    // Of a recurrent layer; recurrent.cpp.
+    bool recurrence(Seat& me, const Layer& l, int index);
+    void taps(const Layer& l, int place, const Recurrence& of, int t, const float** inputs) const;
+    void convolve(const Seat& me, const Layer& l, int place);
+    void go_over(const Seat& me, const Layer& l, int place, const Recurrence& of, int head);
 
     // Of a mixture of experts; experts.cpp.
     bool mixture(Seat& me, const Layer& l, int index);

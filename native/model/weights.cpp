@@ -34,6 +34,26 @@ void fits(const Experts& e, const Config& c) {
     fits(e.down_bias, e.count * c.hidden, false, "experts' down bias");
 }
 
+void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config& c) {
+    if (d.key_heads != first.key_heads || d.value_heads != first.value_heads || d.key_dim != first.key_dim ||
+        d.value_dim != first.value_dim || d.taps != first.taps)
+        throw std::invalid_argument("recurrent layers differ in their sizes");
+    if (d.value_heads < 1 || d.value_heads % d.key_heads != 0 || d.key_dim < 16 || d.key_dim % 16 != 0 || d.value_dim < 32 ||
+        d.value_dim % 32 != 0 || d.taps < 1 || d.taps > kMostTaps || d.key_heads > 1 << 12 || d.value_heads > 1 << 12 ||
+        d.key_dim > 1 << 12 || d.value_dim > 1 << 12)
+        throw std::invalid_argument("a recurrent layer's sizes do not fit together");
+    const int keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim;
+    fits(d.qkv, 2 * keys + values, c.hidden, "a matrix of queries, keys and values");
+    fits(d.z, values, c.hidden, "a gate's matrix");
+    fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
+    fits(d.a, d.value_heads, c.hidden, "the matrix of decays");
+    fits(l.o, c.hidden, values, "a recurrent layer's output matrix");
+    fits(d.convolution, d.taps * (2 * keys + values), true, "a convolution");
+    fits(d.decay, d.value_heads, true, "decays");
+    fits(d.dt_bias, d.value_heads, true, "a decay's bias");
+    fits(d.norm, d.value_dim, true, "a recurrent layer's norm");
+}
+
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
@@ -44,12 +64,22 @@ void check(const Weights& w) {
     fits(w.head, c.outputs, c.hidden, "the output head");
     fits(w.final_norm, c.hidden, true, "the final norm");
     const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
+    const DeltaNet* recurrent = nullptr;
+    bool attends = false;
     for (const Layer& l : w.layers) {
         const int read = l.embed_norm.empty() ? c.hidden : 2 * c.hidden;
-        fits(l.q, q, read, "a query matrix");
-        fits(l.k, kv, read, "a key matrix");
-        fits(l.v, kv, read, "a value matrix");
-        fits(l.o, c.hidden, q, "an attention output matrix");
+        if (l.delta.key_heads > 0) {
+            if (!recurrent) recurrent = &l.delta;
+            fits(l.delta, *recurrent, l, c);
+        } else {
+            attends = true;
+            fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
+            fits(l.k, kv, read, "a key matrix");
+            fits(l.v, kv, read, "a value matrix");
+            fits(l.o, c.hidden, q, "an attention output matrix");
+        }
+        if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > c.head_dim || c.head_dim % 16 != 0))
+            throw std::invalid_argument("a layer whose heads are gated can have no bias and no norm over all of its queries");
         const Experts& e = l.experts;
         if (const int inner = e.count > 0 ? e.shared : c.ffn; inner > 0) {
             fits(l.gate, inner, c.hidden, "a gate matrix");
@@ -74,6 +104,7 @@ void check(const Weights& w) {
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }
+    if (!attends) throw std::invalid_argument("no layer has attention");
     for (const auto& [frequencies, scale] : w.ropes)
         if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
             throw std::invalid_argument("a rope table does not fit the head size");
@@ -95,8 +126,8 @@ Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, 
 size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
-        for (const Matrix* m :
-            {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up, &l.experts.down})
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a})
             bytes += m->bytes();
     return bytes;
 }

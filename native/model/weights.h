@@ -27,11 +27,26 @@ struct Experts {
     std::vector<float> down_bias;                 // [count, hidden]
 };
 
+constexpr int kMostTaps = 8;
+
+// A gated delta net, in the place of attention. Value heads share key heads, a range of them one or (tiled) each so-many-th.
+struct DeltaNet {
+    int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // key_heads 0: the layer has none
+    int taps = 0;  // of the convolution
+    bool tiled = false;
+    Matrix qkv, z, b, a;               // queries, keys and values; the output's gate; what updates and decays are made of
+    std::vector<float> convolution;    // [taps][channels], the oldest first
+    std::vector<float> decay, dt_bias;  // [value_heads]: decays are e^(decay * softplus(a + dt_bias))
+    std::vector<float> norm;           // [value_dim]
+};
+
 // Vectors that are empty are left out of the computation.
 struct Layer {
     Matrix q, k, v, o;
     Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one
     Experts experts;
+    DeltaNet delta;  // with it, there are no q, k, v
+    bool gated = false;  // q has of each head its queries, then what its output is gated by
     std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
     std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once

@@ -12,7 +12,7 @@ size_t blocks_for(int64_t positions) { return static_cast<size_t>((positions + k
 
 }  // namespace
 
-KV::KV(KVShape shape, int64_t limit) : shape_(shape), limit_(limit), arena_(shape.block()) {}
+KV::KV(KVShape shape, int64_t limit, StateShape states) : shape_(shape), limit_(limit), arena_(shape.block()), states_(states) {}
 
 const KV::Row& KV::at(int row) const {
     if (row < 0 || row >= static_cast<int>(rows_.size()) || !rows_[static_cast<size_t>(row)].used)
@@ -23,7 +23,7 @@ const KV::Row& KV::at(int row) const {
 int64_t KV::bytes_for(int64_t positions) const {
     if (positions < 0 || positions > std::numeric_limits<int>::max())
         throw std::invalid_argument("a row of " + std::to_string(positions) + " positions is not possible");
-    return bytes_of(blocks_for(positions));
+    return bytes_of(blocks_for(positions)) + (recurrent() ? states_.bytes_for(positions) : 0);
 }
 
 int64_t KV::growth(int row, int64_t n) const {
@@ -32,7 +32,7 @@ int64_t KV::growth(int row, int64_t n) const {
         throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot grow by " +
                                     std::to_string(n) + " positions");
     const bool copies = n > 0 && r.length % kBlock != 0 && r.blocks.back()->owners > 1;
-    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0));
+    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0)) + (recurrent() ? states_.growth(row, n) : 0);
 }
 
 int64_t KV::exclusive(const std::vector<int>& rows) const {
@@ -44,7 +44,7 @@ int64_t KV::exclusive(const std::vector<int>& rows) const {
     for (const int row : unique)
         for (const Block* block : at(row).blocks)
             if (++seen[block] == block->owners) ++alone;
-    return bytes_of(alone);
+    return bytes_of(alone) + (recurrent() ? states_.exclusive(unique) : 0);
 }
 
 int KV::alloc() {
@@ -58,7 +58,22 @@ int KV::alloc() {
 void KV::free(int row) {
     Row& r = at(row);
     shrink(r, 0);
+    states_.clear(row);
     r.used = false;
+}
+
+int KV::reachable(int row, int n) const {
+    const int most = std::min(std::max(n, 0), at(row).length);
+    return recurrent() ? states_.reachable(row, most) : most;
+}
+
+// n, if the row can be cut or forked there.
+int KV::checked(int row, int n, const char* what) const {
+    if (recurrent() && states_.reachable(row, n) != n)
+        throw std::invalid_argument(std::string("cannot ") + what + " " + std::to_string(n) + " of " + std::to_string(at(row).length) +
+                                    " positions of KV row " + std::to_string(row) +
+                                    ": its recurrent layers have passed them; `reachable` says what can be had");
+    return n;
 }
 
 void KV::truncate(int row, int n) {
@@ -66,6 +81,8 @@ void KV::truncate(int row, int n) {
     if (n < 0 || n > r.length)
         throw std::invalid_argument(
             "cannot truncate KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " to " + std::to_string(n));
+    checked(row, n, "keep");
+    if (recurrent()) states_.truncate(row, n);
     shrink(r, n);
 }
 
@@ -76,7 +93,14 @@ void KV::shrink(Row& row, int n) {
 }
 
 void KV::settle() {
-    for (Row& row : rows_) shrink(row, row.length);
+    for (size_t i = 0; i < rows_.size(); ++i) {
+        Row& row = rows_[i];
+        if (const int at = static_cast<int>(i); recurrent() && row.used && states_.length(at) != row.length) {
+            states_.clear(at);  // the forward had gone over some of its tokens
+            row.length = 0;
+        }
+        shrink(row, row.length);
+    }
 }
 
 void KV::give(Block* block) {
@@ -86,12 +110,14 @@ void KV::give(Block* block) {
 }
 
 // So many blocks that no row has yet, each with one owner to be; all or none.
-std::vector<KV::Block*> KV::take(size_t count, const char* what) {
-    if (limit_ >= 0 && bytes_of(used_ + count) > limit_)
-        throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count)) + " bytes of KV memory, but only " +
+std::vector<KV::Block*> KV::take(size_t count, const char* what, int64_t beside) {
+    if (limit_ >= 0 && bytes() + bytes_of(count) + beside > limit_)
+        throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count) + beside) + " bytes of KV memory, but only " +
                           std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
                           " are free: shorten the requests, run fewer at once or raise kv_memory");
-    const size_t room = limit_ < 0 ? std::numeric_limits<size_t>::max() : static_cast<size_t>(limit_) / shape_.block();
+    while (limit_ >= 0 && bytes() + states_.snapshot_bytes() + bytes_of(count) + beside > limit_ && states_.drop_snapshot()) {}
+    const size_t room = limit_ < 0 ? std::numeric_limits<size_t>::max()
+                                   : static_cast<size_t>(limit_) / shape_.block();  // spare ones count, but states do not
     std::vector<Block*> taken;
     taken.reserve(count);
     while (spare_.size() < count) {
@@ -120,6 +146,7 @@ void KV::own(Row& row, size_t i, Block* copy) {
 
 void KV::grow(const std::vector<Need>& needs) {
     size_t count = 0;
+    int64_t beside = 0;
     std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
     std::vector<bool> copies(needs.size(), false);
     for (size_t i = 0; i < needs.size(); ++i) {
@@ -128,13 +155,14 @@ void KV::grow(const std::vector<Need>& needs) {
         if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
             throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
         count += blocks_for(r.length + n) - r.blocks.size();
+        if (recurrent()) beside += states_.growth(row, n);
         r.blocks.reserve(blocks_for(r.length + n));
         if (n == 0 || r.length % kBlock == 0 || r.blocks.back()->owners == 1) continue;
         int& others = left.emplace(r.blocks.back(), r.blocks.back()->owners).first->second;
         copies[i] = others > 1;  // the last owner may write where it is
         if (others-- > 1) ++count;
     }
-    const std::vector<Block*> taken = take(count, "this forward");
+    const std::vector<Block*> taken = take(count, "this forward", beside);
     auto next = taken.begin();
     for (size_t i = 0; i < needs.size(); ++i) {
         Row& r = at(needs[i].row);
@@ -176,6 +204,7 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
             throw std::invalid_argument(
                 "compact needs ascending slots within the row: keep[" + std::to_string(i) + "] is " + std::to_string(keep[i]));
     if (start < 0 || start > r.length) throw std::invalid_argument("compact starts beyond the row's end");
+    checked(row, start, "keep");
     int first = 0;
     while (first < n && keep[first] == first) ++first;  // those stay where they are
     std::vector<size_t> shared;
@@ -185,6 +214,7 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
     const std::vector<Block*> copies = take(shared.size(), "keeping a part of what is shared");
     for (size_t i = 0; i < shared.size(); ++i) own(r, shared[i], copies[i]);
     for (int i = first; i < n; ++i) move_slot(r, start + keep[i], start + i);
+    if (recurrent()) states_.compact(row, start, keep, n);
     shrink(r, start + n);
 }
 
@@ -195,6 +225,8 @@ void KV::fork(int src, int dst, int n) {
         throw std::invalid_argument("cannot fork " + std::to_string(n) + " positions of KV row " + std::to_string(src) + " (length " +
                                     std::to_string(from.length) + ") into row " + std::to_string(dst) + " (length " +
                                     std::to_string(to.length) + "): it must be another row, and empty");
+    checked(src, n, "fork");
+    if (recurrent()) states_.fork(src, dst, n);
     to.blocks.assign(from.blocks.begin(), from.blocks.begin() + static_cast<std::ptrdiff_t>(blocks_for(n)));
     for (Block* block : to.blocks) ++block->owners;
     to.length = n;
@@ -219,6 +251,7 @@ void KV::check() const {
     for (const Row& row : rows_) {
         require(row.used || row.length == 0, "a freed KV row still has positions");
         require(row.length >= 0 && row.blocks.size() == blocks_for(row.length), "a KV row's blocks do not fit its length");
+        if (recurrent() && row.used) states_.check(static_cast<int>(&row - rows_.data()), row.length);
         for (size_t i = 0; i < row.blocks.size(); ++i) {
             Place& place = found.emplace(row.blocks[i], Place{0, i}).first->second;
             ++place.owners;
@@ -236,7 +269,8 @@ void KV::check() const {
         require(at != found.end(), "a KV block is owned by nobody");
         require(at->second.owners == block->owners, "a KV block's owners are miscounted");
     }
-    require(limit_ < 0 || held() <= limit_, "more KV memory is taken than allowed");
+    require(limit_ < 0 || bytes() + (recurrent() ? states_.snapshot_bytes() : bytes_of(spare_.size())) <= limit_,
+        "more KV memory is taken than allowed");
 }
 
 void KV::poison() {

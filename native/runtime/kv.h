@@ -10,6 +10,7 @@
 
 #include "kernels/table.h"
 #include "runtime/kv_arena.h"
+#include "runtime/states.h"
 #include "weights/matrix.h"
 
 namespace outpace {
@@ -31,14 +32,16 @@ struct KVShape {
 
 // Rows take blocks as they grow and share them by reference: a row that is to write into a block which others have too
 // gets its own copy first. Between two forwards a row has exactly the blocks that its length needs. Freed blocks are kept
-// for the next row, never more than were once in use. Not thread-safe: the runtime's lock guards it.
+// for the next row, never more than were once in use. Recurrent layers' states come and go with them (states.h), so that a
+// row of a model that has such layers cannot be cut anywhere. Not thread-safe: the runtime's lock guards it.
 class KV {
 public:
-    KV(KVShape shape, int64_t limit);  // limit in bytes, < 0: none
+    KV(KVShape shape, int64_t limit, StateShape states = {});  // limit in bytes, < 0: none
 
     int alloc();
     void free(int row);
     int length(int row) const { return at(row).length; }
+    int reachable(int row, int n) const;  // the longest beginning of at most n positions that it can be cut or forked at
     void truncate(int row, int n);
     void compact(int row, int start, const int32_t* keep, int n);  // throws MemoryLimit where it would have to copy
     void fork(int src, int dst, int n);
@@ -46,12 +49,14 @@ public:
     int64_t growth(int row, int64_t n) const;  // bytes for n more positions, with a copy of what is shared
     int64_t bytes_for(int64_t positions) const;
     int64_t exclusive(const std::vector<int>& rows) const;  // bytes that only these rows have
-    int64_t bytes() const { return bytes_of(used_); }
-    int64_t held() const { return bytes_of(blocks_.size()); }  // with the spare ones
+    int64_t bytes() const { return bytes_of(used_) + states_.bytes(); }
+    int64_t held() const { return bytes_of(blocks_.size()) + states_.bytes() + states_.snapshot_bytes(); }  // with what is spare
     int64_t limit() const { return limit_; }
     std::vector<int> rows() const;
     void check() const;  // throws std::logic_error
     const KVShape& shape() const { return shape_; }
+    RecurrentStates& states() { return states_; }
+    const RecurrentStates& states() const { return states_; }
 
     struct Need {
         int row, positions;
@@ -59,6 +64,7 @@ public:
     // Gives each of these rows (all different) blocks of its own for so many more positions: to all of them, or throws
     // MemoryLimit or std::bad_alloc and has changed nothing.
     void grow(const std::vector<Need>& needs);
+    bool has_room_for_state() const { return limit_ < 0 || bytes() + states_.snapshot_bytes() + states_.shape().bytes() <= limit_; }
     void lengthen(int row, int n) { at(row).length += n; }
     // Gives back what rows have beyond their length, after a forward that failed between the two above.
     void settle();
@@ -81,7 +87,9 @@ private:
     const Row& at(int row) const;
     Row& at(int row) { return const_cast<Row&>(static_cast<const KV*>(this)->at(row)); }
     int64_t bytes_of(size_t blocks) const { return static_cast<int64_t>(blocks) * static_cast<int64_t>(shape_.block()); }
-    std::vector<Block*> take(size_t count, const char* what);
+    std::vector<Block*> take(size_t count, const char* what, int64_t beside = 0);  // bytes that states will take
+    bool recurrent() const { return states_.shape().layers > 0; }
+    int checked(int row, int n, const char* what) const;
     void give(Block* block);
     void shrink(Row& row, int n);
     void own(Row& row, size_t i, Block* copy);
@@ -93,6 +101,7 @@ private:
     const int64_t limit_;
     KVArena arena_;
     size_t used_ = 0;  // blocks that rows have
+    RecurrentStates states_;
     std::vector<Row> rows_;
     std::vector<std::unique_ptr<Block>> blocks_;  // all that exist
     std::vector<Block*> spare_;

@@ -92,12 +92,19 @@ constexpr int kGateRows = 128;  // rows of gate and up that a thread computes be
 // Models that share a runtime use it in turn: each finds what the other left, so nothing may be read before it is written.
 struct Scratch {
     explicit Scratch(int threads)
-        : x(static_cast<size_t>(threads)), in(x.size()), gathered(x.size()), line(x.size()), pair(x.size()), bests(x.size() * kChunk) {}
+        : x(static_cast<size_t>(threads)),
+          in(x.size()),
+          gathered(x.size()),
+          tiles(x.size()),
+          line(x.size()),
+          pair(x.size()),
+          bests(x.size() * kChunk) {}
 
     // The first thread's, for a whole chunk: [kChunk][...]; and, for each of the others, [kSolo][...].
     std::vector<Buffer<float>> x;
     std::vector<ActBuffer> in;
     std::vector<ActBuffer> gathered;  // of a thread: inputs of one expert
+    std::vector<Buffer<float>> tiles;  // of a thread: recurrent states of nodes that have children
     std::vector<Buffer<float>> line;  // a thread's own row
     std::vector<Buffer<float>> pair;  // a thread's gate and up values
     Buffer<float> q, k, v;            // products
@@ -105,6 +112,8 @@ struct Scratch {
     Buffer<float> attended;           // [kChunk][heads][dim_padded]
     Buffer<float> y;                  // output and down projections
     ActBuffer heads, middle;          // inputs of the output and down projections
+    Buffer<float> a, convolved, rates;  // of recurrent layers: [kChunk][...]
+    Buffer<float> zeros;                // a tile of an empty row's
     Buffer<float> router;             // a mixture's router
     ActBuffer pairs_in;               // inputs of experts' down products, expert after expert
     Buffer<float> pairs;              // and these products

@@ -338,11 +338,17 @@ class Scheduler:
         """Queue a sequence."""
         self._queue(sequence, self._turns.join(sequence))
 
+    @property
+    def _block_bytes(self) -> int:
+        """Of a block of keys and values."""
+        return self._kv.bytes_for(2 * self._kv.block) - self._kv.bytes_for(self._kv.block)
+
     def most_positions(self) -> int | None:
         """The most positions that a row could ever have in the memory there is (None: no bound)."""
         if self._memory is None:
             return None
-        return self._memory // self._kv.bytes_for(self._kv.block) * self._kv.block
+        beside = self._kv.bytes_for(self._kv.block) - self._block_bytes  # recurrent states
+        return max(0, self._memory - beside) // self._block_bytes * self._kv.block
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -487,7 +493,9 @@ class Scheduler:
         if (
             common == shared and 1 < shared < sequence.length - 1
         ):  # the last one again, with the token that follows here
-            return shared - 1, shared
+            if (ready := self._kv.reachable(donor, shared - 1)) == shared - 1:
+                return ready, shared
+            shared = ready
         return shared, min(common, shared + 1)
 
     def _share(self, row: int, donor: int, shared: int, sequence: Sequence) -> None:
@@ -517,13 +525,14 @@ class Scheduler:
             if not sibling and not (shares and other.request.reuse_prefix and other.request.cache_scope == scope):
                 continue
             common, least = common_prefix(begin, other.tokens[: other.length - 1]), 1 if sibling else PIECE
-            if (ready := min(common, other.cached)) > best[1] and ready >= least:
+            if (ready := self._kv.reachable(other.row, min(common, other.cached))) > best[1] and ready >= least:
                 best = (other.row, other), ready
-            if not other.decoding and common >= least:
+            # Recurrent layers can be cut where a prompt ends, not within it.
+            if not other.decoding and common >= (other.length - 1 if self._kv.recurrent else least):
                 soon = max(soon, common)
         if shares and self.prefixes.most:
             row, shared = self.prefixes.find(begin, scope)
-            if shared > best[1]:
+            if shared and (shared := self._kv.reachable(row, shared)) > best[1]:
                 best = (row, None), shared
         return best[0], best[1], soon > best[1]
 
@@ -531,7 +540,7 @@ class Scheduler:
         """Whether all of its tokens fit beside what runs; kept prefixes go only if that makes the room."""
         if self._memory is None:
             return True
-        block = self._kv.bytes_for(self._kv.block)
+        block = self._block_bytes
         whole = self._kv.bytes_for(sequence.length + 1)
         need = whole - shared // self._kv.block * block + block * len(self.running)
         need += self._kv.bytes + self._drafting.bytes - self._memory

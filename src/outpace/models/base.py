@@ -245,9 +245,23 @@ class KVCache(Protocol):
     def length(self, row: int) -> int:
         """Positions of ``row`` in use."""
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent layers, so that rows can be cut in some places only."""
+        return False
+
+    def reachable(self, row: int, n: int) -> int:
+        """The longest beginning of ``row``, of at most ``n`` positions, at which it can be cut or forked.
+
+        Anywhere, unless the model has recurrent layers, whose states go forward only.
+        """
+        return min(max(n, 0), self.length(row))
+
     def truncate(self, row: int, n: int) -> None:
-        """Keep the first ``n`` positions of ``row``. Arithmetic: nothing is copied or cleared; blocks beyond are given
-        back."""
+        """Keep the first ``n`` positions of ``row``, which can be cut there (``reachable``).
+
+        Arithmetic: nothing is copied or cleared; blocks beyond are given back.
+        """
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep slots ``start + keep[i]`` (ascending) as ``start + i`` and end ``row`` there: a tree's kept path."""

@@ -21,6 +21,7 @@ _MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_EXPERTS = 1 << 14
+_MOST_HEADS, _MOST_TAPS = 1 << 12, 8  # of recurrent layers; native/model/weights.h
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
@@ -54,6 +55,35 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta nets: a state of ``key_dim`` x ``value_dim`` for each of ``value_heads``, which share ``key_heads``.
+
+    ``taps``: of the convolution before them. ``tiled``: value head i reads key head i modulo ``key_heads``, where
+    otherwise neighbours share one.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    tiled: bool
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A decoder's shape and arithmetic; weights not included."""
 
@@ -77,6 +107,8 @@ class Decoder:
     tied: bool  # the head is the embedding
     experts: Experts | None = None
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
+    delta: DeltaNet | None = None
+    recurrent: tuple[bool, ...] = ()  # which layers are such nets; empty: none
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
@@ -94,12 +126,28 @@ class Decoder:
         """What a layer's feed-forward is a mixture of; None: it is dense."""
         return self.experts if self.mixed and self.mixed[layer] else None
 
+    def state(self, layer: int) -> DeltaNet | None:
+        """The net that a layer is in the place of attention; None: it attends."""
+        return self.delta if self.recurrent and self.recurrent[layer] else None
+
+    @property
+    def attends(self) -> int:
+        """How many layers have keys and values."""
+        return self.layers - sum(self.recurrent)
+
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         experts = self.mixture(layer)
         inner = self.inner if experts is None else experts.shared
-        found = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+        if (net := self.state(layer)) is not None:
+            found = {
+                "qkv": (net.channels, hidden), "z": (net.values, hidden), "b": (net.value_heads, hidden),
+                "a": (net.value_heads, hidden), "o": (hidden, net.values),
+            }  # fmt: skip
+        else:
+            queries = 2 * q if self.family.gated else q
+            found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
         if inner:
             found |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         return found
@@ -127,7 +175,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
-    if f"blk.{layers - 1}.{family.layer['q'][_GGUF]}.weight" not in gguf.tensors:
+    if f"blk.{layers - 1}.{family.layer['gate' if family.delta else 'q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
@@ -159,6 +207,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers),
+        nets=_gguf_nets(facts, family, layers),
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
     )
@@ -211,6 +260,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         scale=scalar**-0.5,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
+        nets=_folder_nets(facts, family, layers),
         norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
         beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=_MOST_LAYERS, least=0),
         tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, text is not None),
@@ -253,6 +303,7 @@ def _decoder(
     biases: tuple[str, ...],
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
+    nets: tuple[DeltaNet | None, tuple[bool, ...]],
     norms: bool,
     beyond: int,
     wrapped: bool = False,
@@ -294,6 +345,8 @@ def _decoder(
         tied=tied,
         experts=mixture[0],
         mixed=mixture[1],
+        delta=nets[0],
+        recurrent=nets[1],
         norms=norms,
         beyond=beyond,
         wrapped=wrapped,
@@ -385,6 +438,59 @@ def _gguf_experts(
         least_total=rule.least_total,
         scale=facts.number("expert_weights_scale", 1.0) if rule.scale else 1.0,
     ), mixed  # fmt: skip
+
+
+def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | None, tuple[bool, ...]]:
+    """A folder's recurrent nets, and which layers are such."""
+    if family.delta is None:
+        return None, ()
+    kinds = facts.get("layer_types")
+    if kinds is None:
+        every = facts.whole("full_attention_interval", family.delta.attends_every)
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
+        raise facts.fail("layer_types must name full_attention or linear_attention for each layer")
+    net = DeltaNet(
+        key_heads=facts.whole("linear_num_key_heads", most=_MOST_HEADS),
+        value_heads=facts.whole("linear_num_value_heads", most=_MOST_HEADS),
+        key_dim=facts.whole("linear_key_head_dim", most=_MOST_HEADS),
+        value_dim=facts.whole("linear_value_head_dim", most=_MOST_HEADS),
+        taps=facts.whole("linear_conv_kernel_dim", most=_MOST_TAPS),
+        tiled=False,
+    )
+    return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
+
+
+def _gguf_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | None, tuple[bool, ...]]:
+    """A GGUF file's recurrent nets, and which layers are such."""
+    if family.delta is None:
+        return None, ()
+    every = facts.whole("full_attention_interval", family.delta.attends_every)
+    heads = facts.whole("ssm.time_step_rank", most=_MOST_HEADS)
+    inner = facts.whole("ssm.inner_size")
+    if inner % heads:
+        raise facts.fail(f"its ssm.inner_size of {inner} is not shared by {heads} heads (ssm.time_step_rank)")
+    net = DeltaNet(
+        key_heads=facts.whole("ssm.group_count", most=_MOST_HEADS),
+        value_heads=heads,
+        key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
+        value_dim=inner // heads,
+        taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
+        tiled=True,
+    )
+    return _fitting(facts, net, tuple((i + 1) % every > 0 for i in range(layers)))
+
+
+def _fitting(facts: Facts, net: DeltaNet, recurrent: tuple[bool, ...]) -> tuple[DeltaNet, tuple[bool, ...]]:
+    """Both, if they can be. Raises ModelError."""
+    if net.value_heads % net.key_heads or net.key_dim % 16 or net.value_dim % 32:
+        raise facts.fail(
+            f"recurrent layers of {net.key_heads} key heads of {net.key_dim} and {net.value_heads} value heads of "
+            f"{net.value_dim} are not supported: sizes must be multiples of 16 and 32, and heads share evenly"
+        )
+    if all(recurrent):
+        raise facts.fail(f"none of its {len(recurrent)} layers has attention (full_attention_interval, layer_types)")
+    return net, recurrent
 
 
 def _shape(gguf: GGUFFile, name: str) -> tuple[int, ...] | None:

@@ -137,6 +137,26 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Layers of gated delta nets, in the place of attention: their tensors, and where their numbers stand."""
+
+    matrices: Names = field(
+        default_factory=lambda: {
+            "qkv": ("attn_qkv", "linear_attn.in_proj_qkv"),
+            "z": ("attn_gate", "linear_attn.in_proj_z"),
+            "b": ("ssm_beta", "linear_attn.in_proj_b"),
+            "a": ("ssm_alpha", "linear_attn.in_proj_a"),
+            "o": ("ssm_out", "linear_attn.out_proj"),
+        }
+    )
+    convolution: Places = (("ssm_conv1d.weight",), ("linear_attn.conv1d.weight",))
+    decay: Places = (("ssm_a",), ("linear_attn.A_log",))  # GGUF has -e^A_log
+    dt_bias: Places = (("ssm_dt.bias",), ("linear_attn.dt_bias",))
+    norm: Places = (("ssm_norm.weight",), ("linear_attn.norm.weight",))
+    attends_every: int = 4  # each so many layers one attends, where the files do not say
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """An architecture. ``layer``: a layer's tensors by part, norms where it has them.
 
@@ -152,10 +172,13 @@ class Family:
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
+    delta: DeltaNet | None = None  # of layers that do not attend
+    gated: bool = False  # q has of each head its queries, then what its output is gated by
     sinks: Places | None = None  # logits of each head's softmax that have no value
     yarn_truncates: bool = True  # in GGUF files, which do not say it
     norms_flag: str | None = None  # the key of config.json without which queries and keys have no norms
     heads_beyond: str | None = None  # a key: so many layers behind the last one draft, and are left out
+    drafts: tuple[str, ...] = ()  # beginnings of a folder's tensors that only draft, and are left out
     neighbours: bool = False  # safetensors, too, have the order of rows that ``interleaved`` says
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
     rotates_part: bool = False  # of a head, where the files say so
@@ -207,6 +230,20 @@ FAMILIES = (
         absent={
             "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28,
             "max_position_embeddings": 32768,
+        },
+    ),
+    Family(
+        "qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text",
+        {
+            **_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm"),
+        },
+        "qwen35", delta=DeltaNet(), gated=True, norm_offset=1.0, rotates_part=True,
+        heads_beyond="mtp_num_hidden_layers", drafts=("mtp.",),
+        absent={
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
+            "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "mtp_num_hidden_layers": 0,
         },
     ),
     Family(
@@ -458,6 +495,7 @@ WRAPPERS: Mapping[str, str | None] = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
 }
 # Beginnings of their tensors' names: those of text with what stands for them in a model of text, and the others.
 TEXT_TENSORS = (

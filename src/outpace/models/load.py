@@ -21,6 +21,7 @@ from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
 from outpace.models import demo, families
+from outpace.models.families import Family
 from outpace.models.options import LoadOptions
 from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.weights import safetensors, tensors
@@ -246,7 +247,9 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
         if explain:
             log.info("%s; using transformers", error)
         return "transformers"
-    if options.backend == "auto" and options.device == "auto" and _gpu():
+    family = _family(source, gguf)
+    both = family is None or family.delta is None
+    if both and options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
@@ -270,6 +273,13 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
+    if (family := _family(source, gguf)) is not None and family.delta is not None:
+        if error is not None:
+            raise error
+        raise ModelError(
+            f"{source.name} has recurrent layers, which the native backend alone serves: use ",
+            Argument("backend", "native"),
+        )
     refuse_images(source.name, source.path, architecture)
     refuse_recurrent(source.name, source.path, architecture)
     if gguf is None:
@@ -281,6 +291,18 @@ def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | N
             raise error
     elif all(map(find_spec, TORCH_PACKAGES)):
         _gguf_reader(gguf).kv_numbers(gguf)
+
+
+def _family(source: Source, gguf: GGUFFile | None) -> Family | None:
+    """The family of a file or folder, if it is known."""
+    if gguf is not None:
+        return _file_family(gguf)
+    config = read_config(source.path)
+    return families.of_class(str(next(iter((families.text_part(config) or config).get("architectures") or [None]))))
+
+
+def _file_family(gguf: GGUFFile) -> Family | None:
+    return families.of_gguf(gguf.architecture, mixed=bool(gguf.metadata.get(f"{gguf.architecture}.expert_count")))
 
 
 def need_torch(name: str, why: ModelError | None = None) -> None:
@@ -339,8 +361,7 @@ def _gguf_reader(gguf: GGUFFile) -> Any:
 
 def _own_family(gguf: GGUFFile) -> bool:
     """Whether ours is the reader of a file for the Transformers backend: of dense models of known families."""
-    mixed = bool(gguf.metadata.get(f"{gguf.architecture}.expert_count"))
-    family = families.of_gguf(gguf.architecture, mixed=mixed)
+    family = _file_family(gguf)
     return family is not None and family.mixture is None
 
 

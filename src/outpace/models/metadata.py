@@ -14,6 +14,7 @@ HARMLESS = frozenset(
         "classifier.output_labels",  # names; the classifier itself is a tensor
         "decoder_start_token_id",  # of encoder-decoders
         "pooling_type",  # of embeddings
+        "rope.dimension_sections",  # of images: the parts of a text's position are all the same
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",  # yarn and longrope read it, each under its own name
         "tensor_data_layout",

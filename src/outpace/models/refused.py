@@ -80,7 +80,7 @@ def refuse_images(name: str, path: Path, architecture: str | None) -> None:
 
 
 def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
-    """Raise ModelError for a model with recurrent layers, which no backend serves; arguments as ``refuse_images``."""
+    """Raise ModelError for recurrent layers that no backend serves; arguments as ``refuse_images``."""
     config = _read(path / "config.json") if architecture is None else {}
     config = config.get("text_config") or config
     kinds = config.get("layer_types") or config.get("layers_block_type")
@@ -91,8 +91,8 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
         found = [str(architecture)]
     if found:
         raise ModelError(
-            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), whose state cannot go back to an "
-            "earlier token: give a model with attention alone"
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen 3.5 alone "
+            "can go back to an earlier token here: give such a model, or one with attention alone"
         )
 
 

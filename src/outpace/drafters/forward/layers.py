@@ -22,7 +22,8 @@ from outpace.models.base import Batch, Model, Output
 
 
 class LayersDrafter(ChainDrafter):
-    """Chains from the first ``layers`` layers of ``target``. Raises DrafterError unless 1 <= layers < the target's."""
+    """Chains from the first ``layers`` layers of ``target``. Raises DrafterError unless 1 <= layers < the target's, and
+    where some of them are recurrent."""
 
     needs = DrafterNeeds(draws=True, target_rows=True)
 
@@ -31,6 +32,11 @@ class LayersDrafter(ChainDrafter):
         if not 1 <= layers <= most:
             there = f"draft with 1 to {most} of its {most + 1} layers" if most else "it has a single layer: use ngram"
             raise DrafterError(f"layers:{layers} is out of range for {target.info.name}: {there}")
+        if target.kv.recurrent:
+            raise DrafterError(
+                f"layers:{layers} cannot draft for {target.info.name}, whose recurrent layers' states do not go back: "
+                "use ngram"
+            )
         super().__init__(f"layers:{layers}", target.info.vocab_size, target.info.vocab_size)
         self._target, self._layers = target, layers
 

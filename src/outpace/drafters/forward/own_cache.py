@@ -13,6 +13,7 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32, common_prefix
+from outpace.errors import DrafterError
 from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 512  # tokens of one row that are caught up with in one forward
@@ -22,10 +23,15 @@ class OwnCache:
     """Rows of ``model``, named by the target's rows and made when they are first used. Token ids are the draft model's.
 
     The model is this cache's alone: rows that an interrupted call left are freed. ``native`` drafts from the same rows
-    in C++.
+    in C++. Raises DrafterError for a model with recurrent layers.
     """
 
     def __init__(self, model: Model) -> None:
+        if model.kv.recurrent:
+            raise DrafterError(
+                f"{model.info.name} has recurrent layers, whose states do not go back to where a draft began: give a "
+                "draft model with attention alone"
+            )
         self.model = model
         self._rows = _fast.native.DraftRows()
 

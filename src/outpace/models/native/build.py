@@ -28,6 +28,7 @@ _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
 _EXPERT_PARTS = ("gate", "up", "down")
+_NET_PARTS = ("qkv", "z", "b", "a")  # of a recurrent layer
 _VERDICT = "cannot be served by the native backend"
 MAX_HEAD = 256  # native/kernels/table.h
 
@@ -69,7 +70,7 @@ def estimate(
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: int8 has a float32 scale for each head's key, and value."""
     head = {"float32": 4 * model.head_dim, "bfloat16": 2 * model.head_dim, "int8": model.head_dim + 4}[kv_dtype]
-    return 2 * model.layers * model.kv_heads * head
+    return 2 * model.attends * model.kv_heads * head
 
 
 def open_weights(
@@ -142,9 +143,18 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
     layers = []
     for i in range(model.layers):
         layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
+        net = model.state(i)
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+        if net is not None:
+            layer["delta"] = {
+                "key_heads": net.key_heads, "value_heads": net.value_heads, "key_dim": net.key_dim,
+                "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
+                **{name: layer.pop(name) for name in _NET_PARTS}, **weights.delta_vectors(i),
+            }  # fmt: skip
+        elif model.family.gated:
+            layer["gated"] = True
         if (experts := model.mixture(i)) is not None:
             joined = {name: weights.experts(i, name) for name in _EXPERT_PARTS}
             router = weights.router(i)

@@ -46,6 +46,13 @@ class NativeKV(KVCache):
     def length(self, row: int) -> int:
         return self._live().kv_length(row)
 
+    @property
+    def recurrent(self) -> bool:
+        return self._live().recurrent
+
+    def reachable(self, row: int, n: int) -> int:
+        return self._live().kv_reachable(row, n)
+
     def truncate(self, row: int, n: int) -> None:
         self._live().kv_truncate(row, n)
 

@@ -55,6 +55,8 @@ class Weights:
 
     def _drafts(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which only drafts."""
+        if self._spelling and name.startswith(self._decoder.family.drafts):
+            return True
         found, layers = _NUMBER[self._spelling].match(name), self._decoder.layers
         return found is not None and layers <= int(found[1]) < layers + self._decoder.beyond
 
@@ -149,6 +151,10 @@ class Weights:
         """Of a layer's parts, the experts' aside; of a mixture, the shared expert's in place of a dense one's."""
         family, absent = self._decoder.family, () if self._decoder.norms else ("q_norm", "k_norm")
         names = {part: both for part, both in family.layer.items() if part not in absent}
+        if family.delta is not None and self._decoder.state(layer) is not None:
+            for part in ("q", "k", "v", "q_norm", "k_norm"):
+                names.pop(part, None)
+            names |= family.delta.matrices
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
         dense = {part: names.pop(part) for part in ("gate", "up", "down")}
@@ -255,6 +261,21 @@ class Weights:
         places = self._decoder.family.sinks
         return None if places is None else self._numbers(layer, places, self._decoder.heads)
 
+    def delta_vectors(self, layer: int) -> dict[str, F32]:
+        """The numbers of a recurrent layer beside its matrices, float32 [n], by the runtime's names."""
+        rule, net = self._decoder.family.delta, self._decoder.state(layer)
+        assert rule is not None
+        assert net is not None
+        decay = self._numbers(layer, rule.decay, net.value_heads)
+        return {
+            "convolution": np.ascontiguousarray(
+                self._numbers(layer, rule.convolution, net.channels, net.taps).T
+            ).reshape(-1),
+            "decay": -np.exp(decay) if self._spelling else decay,
+            "dt_bias": self._numbers(layer, rule.dt_bias, net.value_heads),
+            "norm": self._numbers(layer, rule.norm, net.value_dim),
+        }
+
     def _numbers(self, layer: int, places: Places, *shape: int) -> F32:
         """A tensor's values, float32 in ``shape``. Raises ModelError when it is missing or of another size."""
         values: F32 = np.ascontiguousarray(self._unpack(self._sized(layer, places, *shape)).reshape(shape), np.float32)
@@ -286,6 +307,13 @@ class Weights:
             if place is not None:
                 yield self._first(layer, place)
 
+    def _of_net(self, layer: int) -> Iterator[str]:
+        """Every tensor that is read of a recurrent layer, its matrices aside."""
+        rule = self._decoder.family.delta
+        if rule is not None and self._decoder.state(layer) is not None:
+            for places in (rule.convolution, rule.decay, rule.dt_bias, rule.norm):
+                yield self._first(layer, places)
+
     def _every(self) -> Iterator[tuple[str, str, str]]:
         """Every tensor that may be read: its name, Hugging Face's name, the part."""
         column = self._spelling
@@ -297,7 +325,7 @@ class Weights:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
                     ours, place = (SPELLINGS[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
-            for full in self._of_mixture(layer):
+            for full in (*self._of_mixture(layer), *self._of_net(layer)):
                 yield full, full, "experts"
 
 
