@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from outpace import Engine, SamplingParams
 from outpace._fast import native
 from outpace.models.base import Batch
 from outpace.models.load import load
+from outpace.models.native.model import load_native
 from outpace.models.options import LoadOptions
+from tests.native.native_helpers import write
 
 FILE = Path(__file__).with_name("golden.json")
 PROMPTS = (
@@ -34,6 +37,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.1, "seed": 2, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
 )
 DRAFTERS = ("ngram", "suffix", "eagle:demo", "suffix+eagle:demo")
+# Kinds of layers, by an architecture that has them: recurrent ones, mixtures of experts, sinks.
+KINDS = ("qwen35", "qwen2moe", "gpt-oss")
 KV_TYPES = ("bfloat16", "int8", "float32")
 
 
@@ -64,6 +69,24 @@ def logits_hash(kv_dtype: str) -> str:
     return digest.hexdigest()
 
 
+def kind_hash(kind: str, folder: Path, **options: Any) -> str:
+    """Of 70 tokens' logits of a random model of this kind: a chunk, a step, a tree, a step behind one of its paths."""
+    path = folder / f"{kind}.gguf"
+    write(path, "Q8_0", kind, {})
+    model = load_native(path, **options)
+    row, digest = model.kv.alloc(), hashlib.sha256()
+    tokens = (np.arange(70, dtype=np.int32) * 7919 % 100).astype(np.int32)
+    tree = [np.array([-1, 0, 0, 1, 2], np.int32)]
+    for start, end, parents in ((0, 64, None), (64, 65, None), (65, 70, tree), (68, 70, None)):
+        batch = Batch.pack([row], [tokens[start:end]], [start], [True], parents)
+        found = model.forward(batch).logits(np.arange(end - start, dtype=np.int32))
+        digest.update(np.ascontiguousarray(found, "<f4").tobytes())
+        if parents is not None:
+            model.kv.compact(row, 65, np.array([0, 2, 4], np.int32))
+    model.close()
+    return digest.hexdigest()
+
+
 def golden() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
@@ -82,6 +105,12 @@ def test_the_file_belongs_to_this_arithmetic() -> None:
 def test_logits(kv_dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_ISA", path)
     assert logits_hash(kv_dtype) == golden()["logits"][kv_dtype]
+
+
+@pytest.mark.parametrize("path", native.usable_isas())
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_layers(kind: str, path: str, tmp_path: Path) -> None:
+    assert kind_hash(kind, tmp_path, isa=path, threads=2) == golden()["kinds"][kind]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -103,12 +132,15 @@ def test_answers_on_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def main() -> None:
     with loaded("none") as engine:
         found = answers(engine, drafter=False)
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = {kind: kind_hash(kind, Path(folder)) for kind in KINDS}
     written = {
         "arithmetic": native.ARITHMETIC,
         "logits": {kv_dtype: logits_hash(kv_dtype) for kv_dtype in KV_TYPES},
+        "kinds": kinds,
         "answers": found,
     }
-    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in list(written.items())[:2])
+    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in list(written.items())[:3])
     each = ",\n".join(f"    {json.dumps(tokens)}" for tokens in found)
     FILE.write_text(f'{{\n{lines},\n  "answers": [\n{each}\n  ]\n}}\n')
 

@@ -158,6 +158,13 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_expert_count(s["experts"])
         out.add_expert_used_count(s["used"])
         out.add_expert_feed_forward_length(s["expert_inner"])
+    if family.delta is not None:
+        out.add_ssm_conv_kernel(4)
+        out.add_ssm_state_size(16)
+        out.add_ssm_group_count(2)
+        out.add_ssm_time_step_rank(4)
+        out.add_ssm_inner_size(4 * 32)
+        out.add_full_attention_interval(2)
     if architecture in ("glm4moe", "ernie4_5-moe"):
         out.add_leading_dense_block_count(1)
 
@@ -181,26 +188,48 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         if mixture.choice_bias:
             vector(f"{at}{mixture.choice_bias[0][0]}", count, 0.0)
 
+    def net(layer: int, delta: families.DeltaNet) -> None:
+        at = f"blk.{layer}."
+        for part, rows, cols in (("qkv", 192, hidden), ("z", 128, hidden), ("o", hidden, 128)):
+            matrix(f"{at}{delta.matrices[part][0]}.weight", rows, cols)
+        for part in ("a", "b"):
+            out.add_tensor(f"{at}{delta.matrices[part][0]}.weight", rng.normal(0, 0.3, (4, hidden)).astype(np.float32))
+        out.add_tensor(f"{at}{delta.convolution[0][0]}", rng.normal(0, 0.5, (192, 4)).astype(np.float32))
+        for places, n, around in ((delta.decay, 4, -0.5), (delta.dt_bias, 4, 0.0), (delta.norm, 32, 1.0)):
+            vector(f"{at}{places[0][0]}", n, around)
+
     q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector("output_norm.weight", hidden)
-    sizes = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": s["inner"], "up": s["inner"], "down": hidden}
+    sizes = {
+        "q": 2 * q if family.gated else q,
+        "k": kv,
+        "v": kv,
+        "o": hidden,
+        "gate": s["inner"],
+        "up": s["inner"],
+        "down": hidden,
+    }
     norms = (
         {"q_norm": q, "k_norm": kv} if family.norms_over_heads else dict.fromkeys(("q_norm", "k_norm"), s["head_dim"])
     )
     for i in range(s["layers"]):
         fused: dict[str, list[str]] = {}
         dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
-        for part in families.MATRICES if dense else ("q", "k", "v", "o"):
+        attends = family.delta is None or i % 2 == 1
+        parts = families.MATRICES if dense else ("q", "k", "v", "o")
+        for part in parts if attends else ("gate", "up", "down"):
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
             cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
             matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), cols)
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
-            if part in family.layer:
+            if part in family.layer and (attends or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if family.mixture is not None and not dense:
             experts(i, family.mixture)
+        if family.delta is not None and not attends:
+            net(i, family.delta)
         if architecture == "gpt-oss":
             vector(f"blk.{i}.attn_output.bias", hidden, 0.0)
         if architecture in ("qwen2", "qwen2moe", "gpt-oss"):
