@@ -58,7 +58,7 @@ def export(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -92,7 +92,7 @@ def export(
         inner = getattr(config, "moe_intermediate_size", None)
         if inner is not None:
             writer.add_expert_feed_forward_length(inner)
-        if architecture == "qwen2moe":
+        if architecture in ("qwen2moe", "qwen35moe"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
         if architecture == "glm4moe":
             writer.add_expert_shared_count(config.n_shared_experts)
@@ -124,7 +124,7 @@ def export(
         if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture in ("gemma2", "gemma3", "qwen35") and "norm" in name and "linear_attn" not in name:
+        if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and "norm" in name and "linear_attn" not in name:
             values = values + 1
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T

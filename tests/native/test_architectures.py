@@ -120,6 +120,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 32, "num_hidden_layers": 5, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     }),
+    "qwen3_5_moe": ("Qwen3_5Moe", {
+        "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
+    }),
     "qwen3_5-odd": ("Qwen3_5", {
         "head_dim": 16, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_key_head_dim": 48, "linear_value_head_dim": 96, "linear_num_key_heads": 1,
@@ -138,7 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     family, extra = FAMILIES[name]
     config_class = getattr(
-        transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
+        transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
     )
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra | changes)))
@@ -319,6 +324,7 @@ ARCHITECTURES = {
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
+    "Qwen3_5Moe": "qwen35moe",
 }  # general.architecture, where it is not the family's name
 
 
@@ -340,7 +346,10 @@ def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator)
     tokens = rng.integers(0, 120, 150)
     found = [load_native(at, dtype="float32", kv_dtype="float32") for at in (tmp_path, path)]
     folder, gguf = (feed(each, each.kv.alloc(), tokens) for each in found)
-    if frequencies is not None or name == "qwen3_5":  # whose heads stand in another order, in which they are summed
+    if frequencies is not None or name in (
+        "qwen3_5",
+        "qwen3_5_moe",
+    ):  # whose heads stand in another order, in which they are summed
         assert np.abs(folder - gguf).max() < 1e-4 * np.abs(folder).max()
     else:
         assert np.array_equal(folder, gguf)

@@ -175,7 +175,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
-    if f"blk.{layers - 1}.{family.layer['gate' if family.delta else 'q'][_GGUF]}.weight" not in gguf.tensors:
+    if f"blk.{layers - 1}.{family.layer['attn_norm' if family.delta else 'q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")

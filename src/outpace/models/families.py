@@ -247,6 +247,27 @@ FAMILIES = (
         },
     ),
     Family(
+        "qwen3_5_moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text",
+        {
+            **_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm"),
+        },
+        "qwen35moe", delta=DeltaNet(), gated=True, norm_offset=1.0, rotates_part=True,
+        heads_beyond="mtp_num_hidden_layers", drafts=("mtp.",),
+        mixture=Mixture(
+            shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
+            shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
+            shared_inner="shared_expert_intermediate_size",
+        ),
+        absent={
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+            "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "mtp_num_hidden_layers": 0, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_experts": 256, "num_experts_per_tok": 8,
+        },
+        aliases={"num_local_experts": "num_experts"}, keys={"inner": "moe_intermediate_size"},
+    ),
+    Family(
         "gemma3", "Gemma3ForCausalLM", "gemma3_text",
         {
             **_LAYER, **_NORMS_AFTER, **_QK_NORMS,
@@ -496,6 +517,7 @@ WRAPPERS: Mapping[str, str | None] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Beginnings of their tensors' names: those of text with what stands for them in a model of text, and the others.
 TEXT_TENSORS = (
