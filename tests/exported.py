@@ -17,15 +17,17 @@ WORDS = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]  # of ``t
 
 def export(
     model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None,
-    more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False,
+    more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False, head: Any = None,
 ) -> Path:  # fmt: skip
     """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
-    its rotations; ``more``: of the architecture's metadata, strings and floats."""
+    its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + (head is not None))
+    if head is not None:
+        writer.add_nextn_predict_layers(1)
     writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
     writer.add_head_count(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -117,8 +119,11 @@ def export(
         writer.add_pad_token_id(0)
         writer.add_chat_template("{{ messages[0]['content'] }}")
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for name, values in _tensors(model, config):
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + 1)
+    for name, values in (*_tensors(model.state_dict(), config), *_head(head, config)):
+        if name.startswith("blk."):
+            writer.add_tensor(name, np.ascontiguousarray(values))
+            continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
         if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
@@ -165,9 +170,20 @@ def _of_net(name: str, values: F32, config: Any) -> tuple[str, F32]:
     return name.replace("dt_bias", "dt_proj.bias"), values
 
 
-def _tensors(model: Any, config: Any) -> Iterator[tuple[str, F32]]:
+def _head(head: Any, config: Any) -> Iterator[tuple[str, F32]]:
+    """The tensors of a layer that drafts, by the names of a layer behind the last one."""
+    if head is None:
+        return
+    at, added = config.num_hidden_layers, np.float32(config.model_type.startswith("qwen3_5"))
+    for part, name in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head_norm")):
+        yield f"blk.{at}.nextn.{name}.weight", getattr(head, part).weight.detach().numpy() + added
+    yield f"blk.{at}.nextn.eh_proj.weight", head.eh_proj.weight.detach().numpy()
+    yield from _tensors({f"model.layers.{at}.{k}": v for k, v in head.mtp_block.state_dict().items()}, config)
+
+
+def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
     """By the names that a checkpoint has, but for experts, which a file has joined, gate and up apart."""
-    for name, weight in model.state_dict().items():
+    for name, weight in state.items():
         values = weight.numpy()
         woven = config.model_type == "gpt_oss"
         if woven and ("experts.gate_up_proj" in name or "experts.down_proj" in name):

@@ -62,12 +62,12 @@ Layer layer_of(const Named& d) {
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
-            {"down", &Layer::down}});
+            {"down", &Layer::down}, {"join", &Layer::join}});
     read<std::vector<float>, Layer>(d, l,
         {{"attn_norm", &Layer::attn_norm}, {"post_attn_norm", &Layer::post_attn_norm}, {"ffn_norm", &Layer::ffn_norm},
             {"post_ffn_norm", &Layer::post_ffn_norm}, {"q_norm", &Layer::q_norm}, {"k_norm", &Layer::k_norm}, {"q_bias", &Layer::q_bias},
             {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm},
-            {"sinks", &Layer::sinks}});
+            {"features_norm", &Layer::features_norm}, {"sinks", &Layer::sinks}});
     read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
     read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}, {"gated", &Layer::gated}});
     return l;

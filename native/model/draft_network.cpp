@@ -11,13 +11,14 @@ DraftNetwork::DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vecto
       ranking_(std::move(tokens), model_->outputs(), model_->vocab(), model_->threads()) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("this is no learned drafter: " + what); };
     const int hidden = model_->hidden();
-    if (fuse_.rows != hidden || fuse_.cols % hidden != 0 || !fuse_.data)
+    if (fuse_.data && (fuse_.rows != hidden || fuse_.cols % hidden != 0))
         wrong("fc is " + std::to_string(fuse_.rows) + " x " + std::to_string(fuse_.cols) + " beside a hidden size of " +
               std::to_string(hidden));
     if (norms_.size() > 1 && static_cast<int>(norms_.size()) != layers_read())
         wrong("it has neither one norm for each layer nor one over all");
     for (const std::vector<float>& norm : norms_)
         if (norm.size() * norms_.size() != wide()) wrong("a norm of its layers has " + std::to_string(norm.size()) + " values");
+    if (!fuse_.data) return;
     std::lock_guard<std::mutex> lock(model_->lock());
     Scratch& s = model_->scratch_;
     s.need_in(fuse_);
@@ -31,6 +32,16 @@ std::vector<float> DraftNetwork::features(const std::vector<const float*>& hidde
     const size_t padded = static_cast<size_t>(fuse_.out_padded()), hidden = static_cast<size_t>(m.hidden());
     const size_t each = norms_.empty() ? 0 : wide() / norms_.size();
     std::vector<float> found;
+    if (!fuse_.data) {
+        found.resize(hidden_states.size() * hidden);
+        for (size_t t = 0; t < hidden_states.size(); ++t)
+            if (norms_.empty())
+                std::copy_n(hidden_states[t], hidden, found.data() + t * hidden);
+            else
+                m.kernels_.rmsnorm(
+                    hidden_states[t], norms_[0].data(), m.weights_->config.eps, static_cast<int>(hidden), found.data() + t * hidden);
+        return found;
+    }
     for (size_t first = 0; first < hidden_states.size(); first += kChunk) {
         const int count = static_cast<int>(std::min<size_t>(kChunk, hidden_states.size() - first));
         const bool solo = count <= kSolo && pool.size() > 1;  // as in Model::Run

@@ -20,8 +20,10 @@ namespace outpace {
 class DraftNetwork {
 public:
     Model& model() { return *model_; }
-    int layers_read() const { return fuse_.cols / model_->hidden(); }     // whose hidden states it reads
-    size_t wide() const { return static_cast<size_t>(fuse_.cols); }       // numbers that a position has in these
+    int layers_read() const { return fuse_.data ? fuse_.cols / model_->hidden() : 1; }  // whose hidden states it reads
+    size_t wide() const {
+        return static_cast<size_t>(layers_read()) * static_cast<size_t>(model_->hidden());
+    }  // numbers of a position in these
     const std::vector<int32_t>& tokens() const { return ranking_.tokens(); }
     size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fuse_.bytes(); }
 
@@ -66,7 +68,7 @@ public:
     };
 
 protected:
-    // `fuse` [hidden, layers * hidden] makes features, under `norms`: none, one for each layer [hidden], or one over all [layers *
+    // `fuse` [hidden, layers * hidden], or none for one layer's states as they are, makes features, under `norms`: none, one for each layer [hidden], or one over all [layers *
     // hidden]. `tokens` [outputs of the model]: the target's ids, ascending. It takes the lock. Throws std::invalid_argument for
     // what does not fit together.
     DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens);

@@ -1,4 +1,5 @@
-// An EAGLE-3 drafter (arXiv 2503.01840; 3.1: 2605.09992) on its target's runtime: a whole draft in one call.
+// An EAGLE-3 drafter (arXiv 2503.01840; 3.1: 2605.09992) on its target's runtime, or a layer of the target's own that only drafts
+// (MTP, arXiv 2412.19437): a whole draft in one call.
 //
 // An entry reads the target's hidden states of a position and the embedding of the token after it; what it gives predicts
 // the token after that. Real entries are kept. Predicted ones read the entry before them instead of the target, and are gone

@@ -10,11 +10,29 @@
 
 namespace outpace {
 
+// What enters a layer that only drafts, of its token's embedding and the batch's features.
+bool Model::Run::join(Seat& me, const Layer& l) {
+    const Part part = tokens(me);
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    for (int t = part.begin; t < part.end; ++t) {
+        m_.embed(&token(t).id, 1, line);
+        k_.rmsnorm(line, l.embed_norm.data(), c_.eps, c_.hidden, line);
+        const float* features = batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden);
+        k_.rmsnorm(features, l.features_norm.data(), c_.eps, c_.hidden, line + c_.hidden);
+        encode_line(me, 2 * c_.hidden, n_, t, {&l.join});
+    }
+    if (!solo_ && !meet(me)) return false;
+    share(me, kClaimJoin, 0, l.join.blocks, [&](int begin, int end) {
+        k_.matmul(l.join, s_.in[static_cast<size_t>(mine(me))].get(l.join.acts()), n_, begin, end, s_.y.get(), l.join.out_padded());
+    });
+    return meet(me);
+}
+
 void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
     const Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
-        if (l.embed_norm.empty())
+        if (l.embed_norm.empty() || l.join.data)
             encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a});
         else
             encode_joined(me, t, l);
@@ -24,6 +42,7 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
 // What a layer leaves in the cache, and no more: of tokens whose output nobody reads.
 bool Model::Run::store(Seat& me, int index) {
     const Layer& l = m_.weights_->layers[static_cast<size_t>(index)];
+    if (l.join.data && !join(me, l)) return false;
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     products(me, index, {{&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
@@ -34,6 +53,7 @@ bool Model::Run::store(Seat& me, int index) {
 
 bool Model::Run::layer(Seat& me, int index) {
     const Layer& l = m_.weights_->layers[static_cast<size_t>(index)];
+    if (l.join.data && !join(me, l)) return false;
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);

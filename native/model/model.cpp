@@ -99,7 +99,7 @@ void Model::fit_scratch() {
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
-                 &l.delta.z, &l.delta.b, &l.delta.a})
+                 &l.delta.z, &l.delta.b, &l.delta.a, &l.join})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -115,7 +115,7 @@ void Model::fit_scratch() {
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
         s.a.need(chunk(l.delta.a.out_padded()));
-        s.y.need(chunk(std::max(l.o.out_padded(), l.down.out_padded())));
+        s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded()})));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
     }
     for (size_t i = 0; i < s.x.size(); ++i) s.x[i].need(i == 0 ? chunk(hidden) : static_cast<size_t>(kSolo) * static_cast<size_t>(hidden));

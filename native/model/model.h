@@ -149,7 +149,7 @@ private:
     std::vector<Routes> routes_;  // of each thread, which all find the same
     std::vector<std::atomic<int>> next_job_;  // one a layer
     // Products that threads claim stretches of.
-    enum Claim { kClaimQkv, kClaimOutput, kClaimRouter, kClaimGateUp, kClaimExperts, kClaimDown, kClaimExpertsDown, kClaims };
+    enum Claim { kClaimJoin, kClaimQkv, kClaimOutput, kClaimRouter, kClaimGateUp, kClaimExperts, kClaimDown, kClaimExpertsDown, kClaims };
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
     BufferPool logits_pool_;
     bool timing_ = false;

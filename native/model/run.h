@@ -126,7 +126,12 @@ private:
             float* at = x(me, t);
             const float* features = batch_.features ? batch_.features + static_cast<size_t>(first_ + t) * static_cast<size_t>(c_.hidden)
                                                     : nullptr;
-            if (!m_.weights_->layers[0].embed_norm.empty()) {
+            const Layer& first = m_.weights_->layers[0];
+            if (first.join.data) {
+                std::memcpy(at, product_of(t, first.join), static_cast<size_t>(c_.hidden) * 4);
+                return;
+            }
+            if (!first.embed_norm.empty()) {
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
@@ -172,6 +177,7 @@ private:
         });
     }
 
+    bool join(Seat& me, const Layer& l);
     void begin_layer(const Seat& me, const Layer& l, int index);
     bool layer(Seat& me, int index);
     bool store(Seat& me, int index);

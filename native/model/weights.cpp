@@ -67,7 +67,9 @@ void check(const Weights& w) {
     const DeltaNet* recurrent = nullptr;
     bool attends = false;
     for (const Layer& l : w.layers) {
-        const int read = l.embed_norm.empty() ? c.hidden : 2 * c.hidden;
+        const int read = l.embed_norm.empty() || l.join.data ? c.hidden : 2 * c.hidden;
+        if (l.join.data) fits(l.join, c.hidden, 2 * c.hidden, "the matrix of an embedding and features");
+        fits(l.features_norm, c.hidden, l.join.data != nullptr, "a norm of features");
         if (l.delta.key_heads > 0) {
             if (!recurrent) recurrent = &l.delta;
             fits(l.delta, *recurrent, l, c);
@@ -89,6 +91,7 @@ void check(const Weights& w) {
         if (e.count != 0) fits(e, c);
         fits(l.sinks, c.heads, false, "attention sinks");
         fits(l.attn_norm, c.hidden, !l.embed_norm.empty(), "an attention norm");
+        if (l.join.data && l.embed_norm.empty()) throw std::invalid_argument("a layer that joins two inputs has no norm of the first");
         fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
@@ -127,7 +130,7 @@ size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a})
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.join})
             bytes += m->bytes();
     return bytes;
 }

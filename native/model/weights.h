@@ -55,6 +55,9 @@ struct Layer {
     // features under attn_norm, 2 hidden in all; the features alone (normed, with norm_first) are what it adds to.
     std::vector<float> embed_norm;
     bool norm_first = false;
+    // [hidden, 2 hidden], of a layer that only drafts: what enters it is made of both, the features under features_norm.
+    Matrix join;
+    std::vector<float> features_norm;
     int window = 0;  // positions a token sees, itself among them; 0: all
     int rope = 0;    // which table; -1: heads are not rotated
 };

@@ -122,6 +122,13 @@ METHODS: Mapping[str, Method] = {
         short="PATH",
         example="/data/demo-eagle",
     ),
+    "mtp": Method(
+        "the layer that drafts in the target's own files (Qwen 3.5, GLM-4.5)",
+        "a layer and the head a depth",
+        "models that come with one",
+        f"{_LEARNED}:build_mtp",
+        {"branch": "candidates of a node", "levels": "most levels of a draft"},
+    ),
     "parallel": Method(
         "a block of tokens from one small forward, trained on the target's hidden states",
         "one small forward",

@@ -124,11 +124,11 @@ class Decoder:
 
     def mixture(self, layer: int) -> Experts | None:
         """What a layer's feed-forward is a mixture of; None: it is dense."""
-        return self.experts if self.mixed and self.mixed[layer] else None
+        return self.experts if self.mixed and (layer >= self.layers or self.mixed[layer]) else None
 
     def state(self, layer: int) -> DeltaNet | None:
         """The net that a layer is in the place of attention; None: it attends."""
-        return self.delta if self.recurrent and self.recurrent[layer] else None
+        return self.delta if layer < len(self.recurrent) and self.recurrent[layer] else None
 
     @property
     def attends(self) -> int:

@@ -157,6 +157,28 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """Layers behind the last one that only draft (multi-token prediction, arXiv 2412.19437): what they have beside the
+    parts of any layer. Names that begin with one of the family's ``drafts`` stand for themselves."""
+
+    join: Places = (("nextn.eh_proj.weight",), ("eh_proj.weight",))  # of the token's embedding and the target's output
+    embed_norm: Places = (("nextn.enorm.weight",), ("enorm.weight",))
+    features_norm: Places = (("nextn.hnorm.weight",), ("hnorm.weight",))
+    norm: Places = (("nextn.shared_head_norm.weight",), ("shared_head.norm.weight",))
+    layer: str | None = None  # how a folder spells their parts, by their number among them; None: as of other layers
+
+
+# Qwen's: one tensor of each, whatever the layer.
+_QWEN_HEADS = Heads(
+    join=(("nextn.eh_proj.weight",), ("mtp.fc.weight",)),
+    embed_norm=(("nextn.enorm.weight",), ("mtp.pre_fc_norm_embedding.weight",)),
+    features_norm=(("nextn.hnorm.weight",), ("mtp.pre_fc_norm_hidden.weight",)),
+    norm=(("nextn.shared_head_norm.weight",), ("mtp.norm.weight",)),
+    layer="mtp.layers.{}.{}",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """An architecture. ``layer``: a layer's tensors by part, norms where it has them.
 
@@ -178,6 +200,7 @@ class Family:
     yarn_truncates: bool = True  # in GGUF files, which do not say it
     norms_flag: str | None = None  # the key of config.json without which queries and keys have no norms
     heads_beyond: str | None = None  # a key: so many layers behind the last one draft, and are left out
+    heads: Heads | None = None  # what those layers have
     drafts: tuple[str, ...] = ()  # beginnings of a folder's tensors that only draft, and are left out
     neighbours: bool = False  # safetensors, too, have the order of rows that ``interleaved`` says
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
@@ -238,7 +261,7 @@ FAMILIES = (
             **_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm"),
         },
         "qwen35", delta=DeltaNet(), gated=True, norm_offset=1.0, rotates_part=True,
-        heads_beyond="mtp_num_hidden_layers", drafts=("mtp.",),
+        heads_beyond="mtp_num_hidden_layers", heads=_QWEN_HEADS, drafts=("mtp.",),
         absent={
             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
             "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -252,7 +275,7 @@ FAMILIES = (
             **_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm"),
         },
         "qwen35moe", delta=DeltaNet(), gated=True, norm_offset=1.0, rotates_part=True,
-        heads_beyond="mtp_num_hidden_layers", drafts=("mtp.",),
+        heads_beyond="mtp_num_hidden_layers", heads=_QWEN_HEADS, drafts=("mtp.",),
         mixture=Mixture(
             shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
             shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
@@ -432,7 +455,7 @@ FAMILIES = (
         "glm4_moe", "Glm4MoeForCausalLM", "glm4_moe",
         {**_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")},
         "glm4moe", rotates_part=True, biases=("q", "k", "v"), norms_flag="use_qk_norm",
-        heads_beyond="num_nextn_predict_layers",
+        heads_beyond="num_nextn_predict_layers", heads=Heads(),
         mixture=Mixture(
             shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
             count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",

@@ -40,16 +40,35 @@ def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     name, path = f"{spec.name}:{spec.argument}", spec.argument
     if spec.name == "eagle" and path in shipped.NAMES:
         path = str(shipped.located(context.target.info, context.options))
-    options = spec.given(branch="branch", most_levels="levels")
-    for option, most in (("branch", MOST_BRANCH), ("levels", MOST_LEVELS)):
-        if (value := spec.integer(option, None)) is not None and not 1 <= value <= most:
-            raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
+    options = _options(spec, name)
     checkpoint, notes = _fitting(spec.name, path, context)
     network = network_for(checkpoint, context.target, spec.options.get("quantize"), name)
     layers, vocab = layers_of(checkpoint, context.target), context.target.info.vocab_size
     made = LearnedDrafter(network, layers, name, vocab, **options)
     made.notes = notes
     return made
+
+
+def build_mtp(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
+    """``mtp``: the layer of the target's own files that drafts. Raises DrafterError where there is none, ModelError."""
+    from outpace.models.native.model import NativeModel
+
+    target = context.target
+    if not isinstance(target, NativeModel):
+        raise DrafterError("mtp: the layer that drafts is read on the native backend alone: use suffix")
+    from outpace.drafters.learned.native import NativeMtp
+
+    network = NativeMtp(target)
+    layers, vocab = (target.info.layers - 1,), target.info.vocab_size
+    return LearnedDrafter(network, layers, spec.name, vocab, **_options(spec, spec.name))
+
+
+def _options(spec: DrafterSpec, name: str) -> dict[str, int]:
+    options: dict[str, int] = spec.given(branch="branch", most_levels="levels")
+    for option, most in (("branch", MOST_BRANCH), ("levels", MOST_LEVELS)):
+        if (value := spec.integer(option, None)) is not None and not 1 <= value <= most:
+            raise DrafterError(f"{name}: {option}={value} is out of range: give 1 to {most}")
+    return options
 
 
 def network_for(checkpoint: Checkpoint, target: Model, quantize: str | None = None, name: str = "") -> Network:

@@ -320,6 +320,27 @@ class NativeEagle(Network):
         return result.logits(last), [Predicted(outputs[i : i + 1]) for i in range(len(rows))]
 
 
+class NativeMtp(NativeEagle):
+    """A layer of the target's own files that drafts (multi-token prediction, arXiv 2412.19437), with the target's head.
+
+    It reads what the head reads of a position, and the embedding of the token after it; further tokens of a draft read
+    its own output instead. Weights stay as they are stored. Raises DrafterError where the target has none.
+    """
+
+    def __init__(self, target: NativeModel) -> None:
+        if target.head is None:
+            raise DrafterError(f"mtp: the files of {target.info.name} have no layer that drafts: use suffix, or auto")
+        weights, norm = target.head()
+        self.ids = np.arange(target.info.vocab_size, dtype=np.int32)
+        with fitting():
+            kv_dtype = "float32" if target.info.dtype == "float32" else "bfloat16"
+            model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1)
+            eagle = _native.Eagle(model, None, [norm], self.ids, True)
+        self.kv, self.max_length = NativeKV(model, eagle), target.info.max_length
+        self.weight_bytes = eagle.bytes
+        self._last, self._norm_output = 0, True
+
+
 class NativeParallel(BlockNetwork):
     """Blocks. The checkpoint fits the target.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from outpace import _fast
+from outpace.common.arrays import F32
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
 from outpace.models.decoder import Decoder
@@ -128,26 +129,50 @@ def build_weights(model: Decoder, weights: Weights, target: str, longest: int, t
     return built
 
 
-def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:
-    def matrix(
-        stored: StoredTensor | JoinedTensor, rows: int, cols: int, what: str, heads: int = 0, target: str = target
-    ) -> _native.Matrix:
-        if stored.shape != (rows, cols):
-            raise ModelError(f"{weights.name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
-        if stored.type not in _TYPE_IDS:
-            raise ModelError(f"{weights.name}: {what} is of type {stored.type}, which this backend cannot read")
-        to = target if stored.type in _PLAIN else "keep"
-        return make(what, Source(stored, _TYPE_IDS[stored.type], rows, cols, heads, to))
+def build_head(
+    model: Decoder, weights: Weights, target: str, longest: int, threads: int, of: _native.Model
+) -> tuple[_native.Weights, F32]:
+    """Of a decoder whose files have one (``weights.drafts``), the layer that drafts, as weights of its own beside the
+    embedding and head of the model ``of``; and the norm of ``of`` under whose output it reads. Errors: as above."""
+    parts = _Parts(model, weights, target, Packer(threads))
+    at, hidden = model.layers, model.hidden
+    norms = weights.head_norms(at)
+    last = norms.pop("norm") / np.float32(model.logit_divisor)
+    join = parts.matrix(weights.join(at), hidden, 2 * hidden, "the matrix that joins")
+    layer = {**parts.layer(at), **norms, "join": join}
+    built = _native.Weights(parts.config(longest), [layer], of.embedding, of.head, last, parts.ropes)
+    final = weights.vector(None, "final_norm")
+    assert final is not None
+    return built, final * np.float32(model.logit_divisor)
 
-    reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
-    layers = []
-    for i in range(model.layers):
-        layer: dict[str, Any] = {"window": model.windows[i], "rope": model.layer_rope[i]}
-        net = model.state(i)
+
+class _Parts:
+    """What the runtime's ``Weights`` are made of."""
+
+    def __init__(self, model: Decoder, weights: Weights, target: str, make: Make) -> None:
+        self._model, self._weights, self._target, self._make = model, weights, target, make
+
+    def matrix(
+        self, stored: StoredTensor | JoinedTensor, rows: int, cols: int, what: str, heads: int = 0, target: str = ""
+    ) -> _native.Matrix:
+        name = self._weights.name
+        if stored.shape != (rows, cols):
+            raise ModelError(f"{name}: {what} is {list(stored.shape)}, but must be {[rows, cols]}")
+        if stored.type not in _TYPE_IDS:
+            raise ModelError(f"{name}: {what} is of type {stored.type}, which this backend cannot read")
+        to = (target or self._target) if stored.type in _PLAIN else "keep"
+        return self._make(what, Source(stored, _TYPE_IDS[stored.type], rows, cols, heads, to))
+
+    def layer(self, i: int) -> dict[str, Any]:
+        model, weights = self._model, self._weights
+        reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
+        layer: dict[str, Any] = {"window": 0, "rope": 0}
+        if i < model.layers:
+            layer = {"window": model.windows[i], "rope": model.layer_rope[i]}
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
-            layer[name] = matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
-        if net is not None:
+            layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
+        if (net := model.state(i)) is not None:
             layer["delta"] = {
                 "key_heads": net.key_heads, "value_heads": net.value_heads, "key_dim": net.key_dim,
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
@@ -162,30 +187,41 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
                 "count": experts.count, "used": experts.used, "inner": experts.inner, "shared": experts.shared,
                 "score": experts.score, "renormalise": experts.renormalise, "least_total": experts.least_total,
                 "scale": experts.scale,
-                **{name: matrix(each, *each.shape, f"layer {i}'s experts' {name}") for name, each in joined.items()},
-                "router": matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
+                **{n: self.matrix(each, *each.shape, f"layer {i}'s experts' {n}") for n, each in joined.items()},
+                "router": self.matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
                 **weights.mixture_vectors(i),
             }  # fmt: skip
         vectors = {name: weights.vector(i, name) for name in _VECTORS} | {"sinks": weights.sinks(i)}
-        layers.append(layer | {name: values for name, values in vectors.items() if values is not None})
-    head = embedding = matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
+        return layer | {name: values for name, values in vectors.items() if values is not None}
+
+    def config(self, longest: int) -> dict[str, Any]:
+        model = self._model
+        return {
+            "vocab": model.vocab,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "ffn": model.inner,
+            "eps": model.eps,
+            "attention_scale": model.attention_scale,
+            "embedding_scale": model.embedding_scale,
+            "residual_scale": model.residual_scale,
+            "activation": model.family.activation,
+            "max_length": longest,
+        }
+
+    @property
+    def ropes(self) -> list[tuple[F32, float]]:
+        return [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in self._model.ropes]
+
+
+def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:
+    parts = _Parts(model, weights, target, make)
+    layers = [parts.layer(i) for i in range(model.layers)]
+    head = embedding = parts.matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
     if not model.tied:
-        head = matrix(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
-    config = {
-        "vocab": model.vocab,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "ffn": model.inner,
-        "eps": model.eps,
-        "attention_scale": model.attention_scale,
-        "embedding_scale": model.embedding_scale,
-        "residual_scale": model.residual_scale,
-        "activation": model.family.activation,
-        "max_length": longest,
-    }
-    ropes = [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in model.ropes]
+        head = parts.matrix(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
     norm = weights.vector(None, "final_norm")
     assert norm is not None
-    return _native.Weights(config, layers, embedding, head, norm, ropes)
+    return _native.Weights(parts.config(longest), layers, embedding, head, norm, parts.ropes)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from outpace import _fast
-from outpace.common.arrays import I32
+from outpace.common.arrays import F32, I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, KVCache, Model, ModelInfo
 from outpace.models.host import usable_cores
-from outpace.models.native.build import build_weights, kv_bytes, open_weights
+from outpace.models.native.build import build_head, build_weights, kv_bytes, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.weights.gguf import GGUFFile
 
@@ -192,7 +192,10 @@ def load_native(
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
     )
-    return NativeModel(handle, runtime, info, kv_memory)
+    made = NativeModel(handle, runtime, info, kv_memory)
+    if weights.drafts:
+        made.head = lambda: build_head(model, weights, target, longest, runtime.threads, handle)
+    return made
 
 
 def _option(name: str, value: str, known: Sequence[str]) -> None:
@@ -201,7 +204,12 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
 
 
 class NativeModel(Model):
-    """A decoder that runs in C++. One thread at a time computes; others wait."""
+    """A decoder that runs in C++. One thread at a time computes; others wait.
+
+    ``head``: reads the layer that drafts, where its files have one; see ``build_head``.
+    """
+
+    head: Callable[[], tuple[_native.Weights, F32]] | None = None
 
     def __init__(self, handle: _native.Model, runtime: _native.Runtime, info: ModelInfo, kv_memory: int | None) -> None:
         self._handle: _native.Model | None = handle
@@ -266,7 +274,7 @@ class NativeModel(Model):
 
     def close(self) -> None:
         """Give back memory and threads, the latter once no other model uses them. Calling twice is allowed."""
-        self._handle = self._runtime = None
+        self._handle = self._runtime = self.head = None
         self.kv.close()
 
     def _live(self) -> _native.Model:

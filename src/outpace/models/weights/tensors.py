@@ -125,7 +125,7 @@ class Weights:
         if layer is None:
             return f"{OUTER[part][self._spelling]}.{kind}", 0, 0
         names = self._names(layer)
-        full = f"{SPELLINGS[self._spelling].format(layer, names[part][self._spelling])}.{kind}"
+        full = f"{self._spelled(layer, names[part][self._spelling])}.{kind}"
         together = [other for other in MATRICES if names.get(other) == names[part]]
         if len(together) < 2:
             return full, 0, 0
@@ -289,9 +289,38 @@ class Weights:
             raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {list(shape)}")
         return full
 
+    def _spelled(self, layer: int, name: str) -> str:
+        """The name of a layer's part in the files."""
+        family, beyond = self._decoder.family, layer - self._decoder.layers
+        if self._spelling and beyond >= 0 and name.startswith(family.drafts):
+            return name
+        if self._spelling and beyond >= 0 and family.heads is not None and family.heads.layer is not None:
+            return family.heads.layer.format(beyond, name)
+        return SPELLINGS[self._spelling].format(layer, name)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the files have a layer behind the last one that drafts."""
+        heads, layers = self._decoder.family.heads, self._decoder.layers
+        return heads is not None and self._decoder.beyond > 0 and self._first(layers, heads.join) in self._tensors
+
+    def join(self, layer: int) -> StoredTensor:
+        """The matrix [hidden, 2 hidden] with which a layer that drafts begins."""
+        heads = self._decoder.family.heads
+        assert heads is not None
+        return self._found(self._first(layer, heads.join))
+
+    def head_norms(self, layer: int) -> dict[str, F32]:
+        """The norms float32 [hidden] that a layer that drafts has beside those of any layer."""
+        heads, hidden = self._decoder.family.heads, self._decoder.hidden
+        assert heads is not None
+        offset = np.float32(self._decoder.family.norm_offset if self._spelling else 0)
+        places = {"embed_norm": heads.embed_norm, "features_norm": heads.features_norm, "norm": heads.norm}
+        return {name: self._numbers(layer, each, hidden) + offset for name, each in places.items()}
+
     def _first(self, layer: int, places: Places) -> str:
         """The first of a part's names that the files have, or the first of all."""
-        names = [SPELLINGS[self._spelling].format(layer, name) for name in places[self._spelling]]
+        names = [self._spelled(layer, name) for name in places[self._spelling]]
         return next((name for name in names if name.format(0) in self._tensors), names[0])
 
     def _of_mixture(self, layer: int) -> Iterator[str]:
