@@ -16,6 +16,7 @@ from transformers.modeling_layers import MtpLayer
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.load import build_mtp
 from outpace.drafters.learned.native import NativeMtp
+from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import DrafterSpec
 from outpace.engine.engine import Engine
 from outpace.errors import DrafterError
@@ -154,3 +155,14 @@ def test_without_such_a_layer_it_is_refused(tmp_path: Path) -> None:
     model = load_native(tmp_path, threads=1)
     with pytest.raises(DrafterError, match="have no layer that drafts: use suffix"):
         NativeMtp(model)
+
+
+def test_auto_takes_it_where_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    headed("qwen3_5", tmp_path)
+    context = DraftContext(load_native(tmp_path, threads=1), None, LoadOptions(), 12)
+    assert build(parse("auto"), context).name == "suffix+mtp"
+    (tmp_path / "heads.safetensors").unlink()
+    save_file({"mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "heads.safetensors")  # and nothing else of it
+    context = DraftContext(load_native(tmp_path, threads=1), None, LoadOptions(), 12)
+    assert build(parse("auto:size=3"), context).name == "suffix"
+    assert "the layer that drafts cannot be used" in caplog.text

@@ -86,7 +86,10 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             info = engine.model.info
             threads, path, team = engine.model.threads, engine.model.isa, machine.team_of(engine.model)
             learnt = adaptive.report(cost, engine.policy)
-            drafts: dict[str, Any] = {"auto": engine.drafter.name, "why": shipped.choose(info, load.load_options()).why}
+            drafts: dict[str, Any] = {
+                "auto": engine.drafter.name,
+                "why": shipped.choose(info, load.load_options(), engine.model.drafts).why,
+            }
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for
         message = error.spelled(COMMAND.spell) if isinstance(error, OutpaceError) else str(error)

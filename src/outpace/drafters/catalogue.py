@@ -34,7 +34,9 @@ _LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup
 _HISTORY = "1: what finished requests left serves later ones (0)"
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        f"what suits most text: {AUTO}, beside the demo model with its trained drafter if that pays", "", "the default"
+        f"what suits most text: {AUTO}, with the model's own layer that drafts or a trained one for it",
+        "",
+        "the default",
     ),
     "none": Method("plain decoding", "nothing", "plain decoding", "outpace.drafters.none:build"),
     "ngram": Method(

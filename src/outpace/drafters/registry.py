@@ -6,6 +6,7 @@ The methods that there are stand in catalogue.py; nothing here names one.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import sys
@@ -22,9 +23,11 @@ from outpace.drafters.base import DraftContext, Drafter, DrafterSource
 from outpace.drafters.catalogue import AUTO, COMMON, METHODS
 from outpace.drafters.lookup.segment_files import MANIFEST
 from outpace.drafters.spec import DrafterSpec
-from outpace.errors import DrafterError, OutpaceError
+from outpace.errors import DrafterError, ModelError, OutpaceError
 
 ENTRY_POINTS = "outpace.drafters"  # the group in which installed packages name theirs
+
+log = logging.getLogger(__name__)
 
 
 def parse(text: DrafterSource) -> DrafterSpec:
@@ -164,8 +167,15 @@ def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     if spec.auto:
         from outpace.drafters.learned.shipped import choose
 
-        chosen = parse(choose(context.target.info, context.options).spec)
-        return build(replace(chosen, options={**chosen.options, **spec.options}), context)
+        chosen = parse(choose(context.target.info, context.options, context.target.drafts).spec)
+        chosen = replace(chosen, options={**chosen.options, **spec.options})
+        try:
+            return build(chosen, context)
+        except (DrafterError, ModelError) as error:
+            if not context.target.drafts:
+                raise
+            log.warning("auto stands for %s alone, since the layer that drafts cannot be used: %s", AUTO, error)
+            return build(replace(parse(AUTO), options=spec.options), context)
     if spec.parts:
         return _composed(spec, context)
     module, _, function = METHODS[spec.name].build.partition(":")

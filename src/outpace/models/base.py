@@ -314,6 +314,7 @@ class Model(Protocol):
     info: ModelInfo
     kv: KVCache
     strict: bool = False  # whether the torch backend was asked for bits that depend on nothing computed beside them
+    drafts: bool = False  # whether its files have a layer that drafts, which `mtp` uses
     lock: FairLock  # engines over the model take it for a step, so that they may run in several threads
 
     @property

@@ -52,11 +52,14 @@ def located(info: ModelInfo, options: LoadOptions) -> Path:
     return path
 
 
-def choose(info: ModelInfo, options: LoadOptions) -> Choice:
+def choose(info: ModelInfo, options: LoadOptions, drafts: bool = False) -> Choice:
     """What ``auto`` stands for beside a target loaded with ``options``.
 
-    The drafter is used beside its own target on the native backend, if its card says that it pays there (``default``).
+    Where the target's own files have a layer that drafts (``drafts``), that is used. The shipped drafter is used beside
+    its own target on the native backend, if its card says that it pays there (``default``).
     """
+    if drafts:
+        return Choice(f"{AUTO}+mtp", "the model's own files have a layer that drafts")
     path = folder()
     try:
         card = _card(path)

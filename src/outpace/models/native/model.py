@@ -194,7 +194,7 @@ def load_native(
     )
     made = NativeModel(handle, runtime, info, kv_memory)
     if weights.drafts:
-        made.head = lambda: build_head(model, weights, target, longest, runtime.threads, handle)
+        made.drafts, made.head = True, lambda: build_head(model, weights, target, longest, runtime.threads, handle)
     return made
 
 
