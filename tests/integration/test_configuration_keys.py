@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -201,6 +202,10 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: Family, spa
     for key, value in changes(fields):
         if sparse and key not in BY_LAYER:
             continue
+        if (
+            key not in fields and crc32(f"{family.name} {key}".encode()) % 3
+        ):  # each such field in a third of the families
+            continue
         what = f"{key}={value}"
         other = {k: v for k, v in fields.items() if k != key} if value is ... else fields | {key: value}
         if key == "rope_parameters" and value is not ... and len(family.ropes) > 1:
@@ -227,7 +232,7 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: Family, spa
             assert isinstance(ours, str) or same(ours, expected, 1e-4), (
                 f"{what}: torch has another model than transformers'"
             )
-    assert served > (4 if sparse else 50)
+    assert served > (4 if sparse else 30)
 
 
 GGUF = [family for family in FAMILIES if family.gguf is not None]
