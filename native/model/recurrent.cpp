@@ -85,7 +85,7 @@ void Model::begin_pass(const BatchView& batch, int first, int count) {
 }
 
 void Model::end_pass() {
-    for (Recurrence& each : recurrences_) kv_.states().end(each.step, kv_.has_room_for_state());
+    for (Recurrence& each : recurrences_) kv_.states().end(each.step);
     recurrences_.clear();
 }
 

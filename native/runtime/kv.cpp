@@ -115,7 +115,7 @@ std::vector<KV::Block*> KV::take(size_t count, const char* what, int64_t beside)
         throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count) + beside) + " bytes of KV memory, but only " +
                           std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
                           " are free: shorten the requests, run fewer at once or raise kv_memory");
-    while (limit_ >= 0 && bytes() + states_.snapshot_bytes() + bytes_of(count) + beside > limit_ && states_.drop_snapshot()) {}
+    while (limit_ >= 0 && bytes() + states_.snapshot_bytes(false) + bytes_of(count) + beside > limit_ && states_.drop_snapshot()) {}
     const size_t room = limit_ < 0 ? std::numeric_limits<size_t>::max()
                                    : static_cast<size_t>(limit_) / shape_.block();  // spare ones count, but states do not
     std::vector<Block*> taken;
@@ -204,7 +204,9 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
             throw std::invalid_argument(
                 "compact needs ascending slots within the row: keep[" + std::to_string(i) + "] is " + std::to_string(keep[i]));
     if (start < 0 || start > r.length) throw std::invalid_argument("compact starts beyond the row's end");
-    checked(row, start, "keep");
+    if (recurrent() && start < states_.base(row))
+        throw std::invalid_argument("compact starts at " + std::to_string(start) + ", and the row's recurrent layers have passed " +
+                                    std::to_string(states_.base(row)));
     int first = 0;
     while (first < n && keep[first] == first) ++first;  // those stay where they are
     std::vector<size_t> shared;
@@ -226,6 +228,13 @@ void KV::fork(int src, int dst, int n) {
                                     std::to_string(from.length) + ") into row " + std::to_string(dst) + " (length " +
                                     std::to_string(to.length) + "): it must be another row, and empty");
     checked(src, n, "fork");
+    if (recurrent() && limit_ >= 0) {
+        while (bytes() + states_.snapshot_bytes(false) + states_.fork_bytes(src, n) > limit_ && states_.drop_snapshot()) {}
+        if (checked(src, n, "fork"); bytes() + states_.fork_bytes(src, n) > limit_)
+            throw MemoryLimit("a beginning that is shared takes " + std::to_string(states_.fork_bytes(src, n)) +
+                              " bytes of KV memory, but only " + std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
+                              " are free: run fewer at once or raise kv_memory");
+    }
     if (recurrent()) states_.fork(src, dst, n);
     to.blocks.assign(from.blocks.begin(), from.blocks.begin() + static_cast<std::ptrdiff_t>(blocks_for(n)));
     for (Block* block : to.blocks) ++block->owners;
@@ -269,7 +278,7 @@ void KV::check() const {
         require(at != found.end(), "a KV block is owned by nobody");
         require(at->second.owners == block->owners, "a KV block's owners are miscounted");
     }
-    require(limit_ < 0 || bytes() + (recurrent() ? states_.snapshot_bytes() : bytes_of(spare_.size())) <= limit_,
+    require(limit_ < 0 || bytes() + (recurrent() ? states_.snapshot_bytes(true) : bytes_of(spare_.size())) <= limit_,
         "more KV memory is taken than allowed");
 }
 

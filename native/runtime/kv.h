@@ -50,7 +50,9 @@ public:
     int64_t bytes_for(int64_t positions) const;
     int64_t exclusive(const std::vector<int>& rows) const;  // bytes that only these rows have
     int64_t bytes() const { return bytes_of(used_) + states_.bytes(); }
-    int64_t held() const { return bytes_of(blocks_.size()) + states_.bytes() + states_.snapshot_bytes(); }  // with what is spare
+    int64_t held() const {
+        return bytes_of(blocks_.size()) + states_.bytes() + states_.snapshot_bytes(true) + states_.spare_bytes();
+    }  // with what is spare
     int64_t limit() const { return limit_; }
     std::vector<int> rows() const;
     void check() const;  // throws std::logic_error
@@ -64,7 +66,6 @@ public:
     // Gives each of these rows (all different) blocks of its own for so many more positions: to all of them, or throws
     // MemoryLimit or std::bad_alloc and has changed nothing.
     void grow(const std::vector<Need>& needs);
-    bool has_room_for_state() const { return limit_ < 0 || bytes() + states_.snapshot_bytes() + states_.shape().bytes() <= limit_; }
     void lengthen(int row, int n) { at(row).length += n; }
     // Gives back what rows have beyond their length, after a forward that failed between the two above.
     void settle();

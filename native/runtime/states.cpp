@@ -16,6 +16,27 @@ RecurrentStates::State state_of(size_t floats) {
 
 }  // namespace
 
+void Window::fit(const StateShape& s, int count) {
+    const auto sized = [&](std::vector<float>& all, int before, int width) {
+        const auto records = [&](int tokens) {
+            return static_cast<size_t>(before + tokens) * static_cast<size_t>(s.layers) * static_cast<size_t>(width);
+        };
+        const size_t least = std::max(records(count), records(kLeastRoom));
+        if (all.capacity() < records(count) || all.capacity() > 4 * least) {  // exactly: what it takes is counted
+            std::vector<float> other;
+            other.reserve(least);
+            other.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(std::min(all.size(), records(count))));
+            all.swap(other);
+        }
+        all.resize(records(count));
+    };
+    count_ = count;
+    sized(inputs_, s.taps - 1, s.channels());
+    sized(keys_, 0, s.keys());
+    sized(updates_, 0, s.values());
+    sized(decays_, 0, s.value_heads);
+}
+
 void Window::move(const StateShape& s, int from, int to) {
     if (from == to) return;
     const auto copy = [&](std::vector<float>& all, int before, int width) {
@@ -90,19 +111,29 @@ void RecurrentStates::fork(int src, int dst, int n) {
     }
     copy.window.fit(shape_, n - copy.base);
     at(dst) = std::move(copy);
+    snap(dst);  // who begins like it may, too
+}
+
+int64_t RecurrentStates::fork_bytes(int src, int n) const { return n > 0 ? window_bytes(n - std::min(base(src), n)) : 0; }
+
+void RecurrentStates::snap(int row) {
+    const Row& r = at(row);
+    const auto there = at_most(row, r.base);
+    if (!r.state || (there != snapshots_.end() && there->base == r.base)) return;
+    Window tail = r.window;
+    tail.fit(shape_, 0);
+    snapshots_.push_back({row, r.base, r.state, std::move(tail)});
+    while (snapshot_bytes(false) > kSnapshots * shape_.bytes()) snapshots_.pop_front();
 }
 
 int64_t RecurrentStates::growth(int row, int64_t n) const {
     if (n <= 0) return 0;
     const Row* r = find(row);
     const bool own = r && r->state && sharers(*r) == 1;
-    const int64_t kept = r ? r->window.count() : 0;
-    return (own ? 0 : shape_.bytes()) + kept_bytes(static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(n, kPending) - kept)));
+    return (own ? 0 : shape_.bytes()) + window_bytes(n);  // beside the window that it has
 }
 
-int64_t RecurrentStates::bytes_for(int64_t positions) const {
-    return positions > 0 ? shape_.bytes() + kept_bytes(static_cast<int>(std::min<int64_t>(positions, kPending))) : 0;
-}
+int64_t RecurrentStates::bytes_for(int64_t positions) const { return positions > 0 ? shape_.bytes() + 2 * window_bytes(1) : 0; }
 
 int64_t RecurrentStates::exclusive(const std::vector<int>& rows) const {
     std::unordered_map<const float*, long> seen;
@@ -110,7 +141,7 @@ int64_t RecurrentStates::exclusive(const std::vector<int>& rows) const {
     for (const int row : rows) {
         const Row* r = find(row);
         if (!r) continue;
-        bytes += kept_bytes(r->window.count());
+        bytes += r->window.bytes();
         if (r->state && ++seen[r->state.get()] == sharers(*r)) bytes += shape_.bytes();
     }
     return bytes;
@@ -120,11 +151,27 @@ int64_t RecurrentStates::bytes() const {
     std::vector<const float*> there;
     int64_t bytes = 0;
     for (const Row& row : rows_) {
-        bytes += kept_bytes(row.window.count());
+        bytes += row.window.bytes();
         if (row.state) there.push_back(row.state.get());
     }
     std::sort(there.begin(), there.end());
     return bytes + (std::unique(there.begin(), there.end()) - there.begin()) * shape_.bytes();
+}
+
+int64_t RecurrentStates::snapshot_bytes(bool alone) const {
+    std::vector<const float*> states;
+    for (const Snapshot& each : snapshots_)
+        if (!alone || std::none_of(rows_.begin(), rows_.end(), [&](const Row& row) { return row.state == each.state; }))
+            states.push_back(each.state.get());
+    std::sort(states.begin(), states.end());
+    return (std::unique(states.begin(), states.end()) - states.begin()) * shape_.bytes();
+}
+
+int64_t RecurrentStates::spare_bytes() const {
+    int64_t bytes = 0;
+    for (const Snapshot& each : snapshots_) bytes += each.window.bytes();
+    for (const std::shared_ptr<Window>& window : spare_) bytes += window->bytes();
+    return bytes;
 }
 
 int RecurrentStates::length(int row) const {
@@ -158,26 +205,22 @@ RecurrentStates::Step RecurrentStates::begin(int row, int settled, int kept) {
     return step;
 }
 
-void RecurrentStates::end(Step& step, bool room) {
+void RecurrentStates::end(Step& step) {
     Row& r = at(step.row);
     const bool went_on = r.reads;
     r.base += r.window.count() + step.settled;
     if (step.state) r.state = std::move(step.state);
     std::swap(r.window, *step.next);
-    r.reads = step.settled > 0 && room;
-    if (r.reads) {
-        // What a prompt's next part makes out of date: unless it is far from the one before.
-        const auto last = went_on ? at_most(step.row, r.base - 1) : snapshots_.cend();
-        if (last != snapshots_.cend()) {
-            const auto before = at_most(step.row, last->base - 1);
-            if (last->base - (before == snapshots_.cend() ? 0 : before->base) < kSnapshotEvery) snapshots_.erase(last);
-        }
-        while (snapshots_.size() >= kSnapshots) snapshots_.pop_front();
-        Window tail = r.window;
-        tail.fit(shape_, 0);
-        snapshots_.push_back({step.row, r.base, r.state, std::move(tail)});
+    if (constexpr size_t most = 4; spare_.size() < most && step.next->bytes() <= window_bytes(0)) spare_.push_back(std::move(step.next));
+    r.reads = step.settled > 0;
+    if (!r.reads) return;
+    // What a prompt's next part makes out of date: unless it is far from the one before.
+    const auto last = went_on ? at_most(step.row, r.base - 1) : snapshots_.cend();
+    if (last != snapshots_.cend()) {
+        const auto before = at_most(step.row, last->base - 1);
+        if (last->base - (before == snapshots_.cend() ? 0 : before->base) < kSnapshotEvery) snapshots_.erase(last);
     }
-    if (constexpr size_t most = 16; spare_.size() < most) spare_.push_back(std::move(step.next));
+    snap(step.row);
 }
 
 }  // namespace outpace

@@ -18,7 +18,8 @@
 namespace outpace {
 
 constexpr int kPending = 64;        // most tokens that a row keeps behind its base
-constexpr int kSnapshots = 16;      // most that all rows have together; the oldest goes first
+constexpr int kLeastRoom = 8;       // tokens that there is room for at least
+constexpr int kSnapshots = 16;      // states that snapshots keep at most; the oldest goes first
 constexpr int kSnapshotEvery = 2048;  // positions between those of a prompt that takes several forwards
 
 struct StateShape {
@@ -39,15 +40,9 @@ struct StateShape {
 // What is kept of tokens in a row. Each has records of all layers, one after the other.
 class Window {
 public:
-    void fit(const StateShape& s, int count) {
-        const auto records = [&](int tokens, int width) {
-            return static_cast<size_t>(tokens) * static_cast<size_t>(s.layers) * static_cast<size_t>(width);
-        };
-        count_ = count;
-        inputs_.resize(records(s.taps - 1 + count, s.channels()));
-        keys_.resize(records(count, s.keys()));
-        updates_.resize(records(count, s.values()));
-        decays_.resize(records(count, s.value_heads));
+    void fit(const StateShape& s, int count);
+    int64_t bytes() const {
+        return static_cast<int64_t>(sizeof(float) * (inputs_.capacity() + keys_.capacity() + updates_.capacity() + decays_.capacity()));
     }
     int count() const { return count_; }
     // Inputs of the convolution; the tokens before the first one are -1, -2 ...
@@ -96,14 +91,17 @@ public:
     int64_t bytes_for(int64_t positions) const;
     int64_t exclusive(const std::vector<int>& rows) const;  // ascending
     int64_t bytes() const;  // of rows; snapshots make way for them, and do not count
-    int64_t snapshot_bytes() const { return static_cast<int64_t>(snapshots_.size()) * shape_.bytes(); }
+    int64_t snapshot_bytes(bool alone) const;  // of the states that they keep; alone: of those that no row has
+    int64_t spare_bytes() const;
     bool drop_snapshot();   // the oldest; false: there is none
     int length(int row) const;  // positions that its state is over
     void check(int row, int positions) const;  // throws std::logic_error
 
     // May throw std::bad_alloc, and has changed nothing then; `end` takes up what the step has computed.
     Step begin(int row, int settled, int kept);
-    void end(Step& step, bool room);  // `room`: for a snapshot
+    void end(Step& step);
+    int base(int row) const { return find(row) ? find(row)->base : 0; }
+    int64_t fork_bytes(int src, int n) const;  // that `fork` takes
 
 private:
     struct Row {
@@ -122,7 +120,10 @@ private:
         return rows_[static_cast<size_t>(row)];
     }
     const Row* find(int row) const { return static_cast<size_t>(row) < rows_.size() ? &rows_[static_cast<size_t>(row)] : nullptr; }
-    int64_t kept_bytes(int tokens) const { return static_cast<int64_t>(tokens) * shape_.token_bytes(); }
+    int64_t window_bytes(int64_t tokens) const {  // at most, once `fit`
+        return (std::max<int64_t>(kLeastRoom, std::min<int64_t>(tokens, kPending)) + shape_.taps - 1) * shape_.token_bytes();
+    }
+    void snap(int row);
 
     const StateShape shape_;
     int sharers(const Row& row) const;  // rows that have its state

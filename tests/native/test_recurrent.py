@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from native_helpers import feed
+from safetensors.numpy import load_file, save_file
 from test_architectures import saved
 
 from outpace.control.cost import Cost
 from outpace.drafters.forward.layers import LayersDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.engine.engine import Engine
-from outpace.errors import DrafterError
+from outpace.errors import DrafterError, ModelError
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
 from outpace.params import SamplingParams
@@ -159,8 +162,7 @@ def test_rows_that_share_a_beginning(model: NativeModel, plain: Any, rng: np.ran
 def test_memory_is_bounded_and_known_beforehand(folder: Path, rng: np.random.Generator) -> None:
     model = load_native(folder, threads=1)
     row, other = model.kv.alloc(), model.kv.alloc()
-    whole = model.kv.bytes_for(40)
-    limited = load_native(folder, threads=1, kv_memory=whole + 1)
+    limited = load_native(folder, threads=1, kv_memory=model.kv.growth(row, 40) + 1)
     one, two = limited.kv.alloc(), limited.kv.alloc()
     text = rng.integers(0, 120, 40)
     run(limited, [one], [text])
@@ -247,3 +249,70 @@ def test_drafters_that_would_have_to_go_back_are_refused(folder: Path, drafter: 
     model = load_native(folder, threads=1)
     with pytest.raises(DrafterError, match="recurrent layers"):
         LayersDrafter(model, 2) if drafter == "layers" else ModelDrafter(model, "model", 120)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_rows_that_share_a_state_get_on_in_little_memory(folder: Path, n: int) -> None:
+    model = load_native(folder, threads=1)
+    memory = 2 * model.kv.bytes_for(65)
+    expected: list[Any] = []
+    for limit in (None, memory):
+        with Engine(load_native(folder, threads=1, kv_memory=limit), max_rows=8) as engine:
+            for i in range(8):
+                engine.add([*range(1, 31)], SamplingParams(max_tokens=20, n=n, temperature=0.9, seed=i))
+            steps, found = 0, []
+            while not engine.idle and (steps := steps + 1) < 2000:
+                found += [delta.result for delta in engine.step() if delta.result is not None]
+                engine.check()
+        expected.append(sorted(result.token_ids for result in found))
+    assert len(expected[0]) == 8 * n
+    assert expected[0] == expected[1]
+
+
+def test_a_prompt_is_reused_each_time_it_comes(folder: Path, rng: np.random.Generator) -> None:
+    prompt = rng.integers(0, 120, 100).tolist()
+    with Engine(load_native(folder, threads=1), max_rows=2, prefix_rows=4) as engine:
+        reused = []
+        for _ in range(5):
+            engine.add(prompt, SamplingParams(max_tokens=12))
+            reused += [result.stats.reused_tokens for result in finished(engine).values()]
+    assert reused[0] == 0 < 90 < min(reused[1:])
+
+
+def test_what_was_settled_is_not_taken_apart(folder: Path, rng: np.random.Generator) -> None:
+    model = load_native(folder, threads=1)
+    row = model.kv.alloc()
+    run(model, [row], [rng.integers(0, 120, 300)], wanted=False)
+    for start, keep in ((0, range(100, 200)), (250, [0, 2])):
+        with pytest.raises(ValueError, match=f"starts at {start}, and .* layers have passed 299"):
+            model.kv.compact(row, start, np.array(list(keep), np.int32))
+    model.kv.check()
+    assert model.kv.length(row) == 300
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": [["a"]] * 5}, "layer_types must name"),
+        ({"layer_types": ["linear_attention"] * 5}, "none of its 5 layers has attention"),
+        ({"linear_num_value_heads": 3}, "heads share evenly"),
+        ({"linear_key_head_dim": 1 << 13}, "linear_key_head_dim"),
+        ({"linear_conv_kernel_dim": 3}, "conv1d.weight is"),
+        ({"architectures": 5}, "is not one of"),
+    ],
+)
+def test_other_descriptions_are_refused(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        load_native(tmp_path / "m")
+
+
+def test_a_convolution_the_other_way_round_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    name = "model.layers.0.linear_attn.conv1d.weight"
+    save_file({**tensors, name: np.ascontiguousarray(tensors[name].T)}, tmp_path / "m/model.safetensors")
+    with pytest.raises(ModelError, match=r"conv1d.weight is \[4, 1, 192\], but must be \[192, 4\]"):
+        load_native(tmp_path / "m")

@@ -30,6 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Positions:
     """As much of a KV cache as measuring needs: lengths, and a bound in positions of one byte each."""
 
+    recurrent = False
+
     def __init__(self, limit: int | None) -> None:
         self.limit, self.lengths = limit, dict[int, int]()
 

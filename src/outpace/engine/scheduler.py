@@ -343,12 +343,16 @@ class Scheduler:
         """Of a block of keys and values."""
         return self._kv.bytes_for(2 * self._kv.block) - self._kv.bytes_for(self._kv.block)
 
+    @property
+    def _state_bytes(self) -> int:
+        """What a row takes beside its blocks; 0 where no layer is recurrent."""
+        return self._kv.bytes_for(self._kv.block) - self._block_bytes
+
     def most_positions(self) -> int | None:
         """The most positions that a row could ever have in the memory there is (None: no bound)."""
         if self._memory is None:
             return None
-        beside = self._kv.bytes_for(self._kv.block) - self._block_bytes  # recurrent states
-        return max(0, self._memory - beside) // self._block_bytes * self._kv.block
+        return max(0, self._memory - self._state_bytes) // self._block_bytes * self._kv.block
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -441,7 +445,9 @@ class Scheduler:
         blocks = sum(steps * (1 + sequence.size) // block + 2 for sequence in plan.decoding)
         blocks += sum(chunk.count // block + 2 for chunk in plan.chunks)
         drafting = self._drafting.bytes + self._drafting.most_growth(plan.decoding, steps)
-        return self._kv.bytes + self._kv.bytes_for(blocks * block) + drafting
+        # Recurrent states: of each row another one, and windows of the widest draft.
+        states = 7 * (len(plan.decoding) + len(plan.chunks)) * self._state_bytes
+        return self._kv.bytes + blocks * self._block_bytes + states + drafting
 
     def _growth(self, plan: Plan) -> int:
         """Bytes in use once the plan's rows have grown."""
@@ -542,7 +548,10 @@ class Scheduler:
             return True
         block = self._block_bytes
         whole = self._kv.bytes_for(sequence.length + 1)
-        need = whole - shared // self._kv.block * block + block * len(self.running)
+        need = whole - shared // self._kv.block * block
+        need += (
+            sum(self._kv.growth(s.row, 1) for s in self.running) if self._kv.recurrent else block * len(self.running)
+        )
         need += self._kv.bytes + self._drafting.bytes - self._memory
         if need <= 0:
             return True

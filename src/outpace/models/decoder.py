@@ -21,6 +21,7 @@ _MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_EXPERTS = 1 << 14
+_MIXERS = ("full_attention", "linear_attention")  # of layers with and without recurrence
 _MOST_HEADS, _MOST_TAPS = 1 << 12, 8  # of recurrent layers; native/model/weights.h
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
@@ -224,7 +225,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     text = families.text_part(config)
     config = text or config
     facts = Facts(str(folder), config, verdict=verdict)
-    named = next(iter(config.get("architectures") or [None]))
+    named = families.named_class(config)
     family = families.of_class(str(named))
     if family is None:
         known = ", ".join(each.model for each in families.FAMILIES)
@@ -448,7 +449,7 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
     if kinds is None:
         every = facts.whole("full_attention_interval", family.delta.attends_every)
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _MIXERS for kind in kinds):
         raise facts.fail("layer_types must name full_attention or linear_attention for each layer")
     net = DeltaNet(
         key_heads=facts.whole("linear_num_key_heads", most=_MOST_HEADS),

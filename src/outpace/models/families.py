@@ -552,10 +552,16 @@ IMAGE_TENSORS = tuple(
 )  # fmt: skip
 
 
+def named_class(config: Mapping[str, Any]) -> Any:
+    """The first class that a config.json names; None where it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named else None
+
+
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the config.json of a wrapper's text alone would be; None where it is none of ``WRAPPERS``, or its text is of
     no family here."""
-    named = next(iter(config.get("architectures") or [None]))
+    named = named_class(config)
     if named not in WRAPPERS:
         return None
     text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}

@@ -298,7 +298,7 @@ def _family(source: Source, gguf: GGUFFile | None) -> Family | None:
     if gguf is not None:
         return _file_family(gguf)
     config = read_config(source.path)
-    return families.of_class(str(next(iter((families.text_part(config) or config).get("architectures") or [None]))))
+    return families.of_class(str(families.named_class(families.text_part(config) or config)))
 
 
 def _file_family(gguf: GGUFFile) -> Family | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import Argument, ModelError
-from outpace.models.families import text_part
+from outpace.models.families import named_class, text_part
 
 BUILT_IN = ("demo", "demo-gemma")  # models that need no hub
 _IMAGE_GGUF = frozenset(
@@ -76,7 +76,7 @@ def refuse_images(name: str, path: Path, architecture: str | None) -> None:
     if text_part(config) is not None:
         return
     if any(key in config for key in _IMAGE_KEYS) and config.get("model_type") not in _with_text_alone():
-        raise _refusal(name, str((config.get("architectures") or [config.get("model_type")])[0]))
+        raise _refusal(name, str(named_class(config) or config.get("model_type")))
 
 
 def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:

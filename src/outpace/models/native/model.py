@@ -26,7 +26,8 @@ class NativeKV(KVCache):
     """The rows' keys and values; see ``KVCache``. Calls wait for a forward that another thread runs.
 
     ValueError for a position or count that a row does not have, IndexError for a row that is not in use. ``compact``
-    raises MemoryLimitError, and changes nothing, where it would have to copy a shared block beyond the limit.
+    and, where layers are recurrent, ``fork`` raise MemoryLimitError, and change nothing, where they would have to copy
+    something shared beyond the limit.
     """
 
     def __init__(self, handle: _fast.native.Model, limit: int | None) -> None:
@@ -66,7 +67,10 @@ class NativeKV(KVCache):
         return rows.settle(self._live())
 
     def fork(self, src: int, dst: int, n: int) -> None:
-        self._live().kv_fork(src, dst, n)
+        try:
+            self._live().kv_fork(src, dst, n)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
 
     def growth(self, row: int, n: int) -> int:
         """See ``KVCache.growth``. Rows that share their last block and grow together may take less than the sum."""
