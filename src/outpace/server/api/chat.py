@@ -128,7 +128,10 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     wish = formats.wanted(body, body.response_format)
     if offered:
         parallel = body.parallel_tool_calls is not False
-        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None)
+        text = tool_grammar(
+            format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None,
+            close=model.close_schemas,
+        )  # fmt: skip
         rules = [] if text is None else [formats.rule_of_calls(text, wish, model, after)]
     else:
         rules = formats.rules(wish, model, after)
