@@ -99,7 +99,7 @@ def test_calls_come_whole(demo: Running) -> None:
     ("path", "more", "status", "named"),
     [
         ("/api/chat", {"model": "llama9"}, 404, "llama9"),
-        ("/api/chat", {"think": True}, 400, "think='medium'"),
+        ("/api/chat", {"think": "hard"}, 400, "think"),
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "options.mirostat"),
         ("/api/chat", {"options": {"top_p": 2}}, 400, "top_p"),
         ("/api/chat", {"options": {"colour": 2}}, 400, "options.colour"),

@@ -24,6 +24,10 @@ def _is_host(text: str) -> bool:
     return bool(text) and text.isascii() and text.isprintable() and not set("/: ") & {*text}
 
 
+def _is_names(text: str) -> bool:
+    return all(name.strip() for name in text.split(","))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Raises ParameterError that names the value and the remedy."""
@@ -44,6 +48,12 @@ class ServerSettings:
         Each(_is_host, " is no host name: give one such as example.org"), option=("--allow-host",), metavar="NAME",
         group="",
     )  # fmt: skip
+    aliases: tuple[str, ...] = defined(
+        (), "Also names of the model, between commas. Repeatable.",
+        Each(_is_names, " are no names: give some such as small,fast"), option=("--alias", "-a"), metavar="NAMES",
+        group="",
+    )  # fmt: skip
+    any_name: bool = defined(False, "Requests may call the only model what they like.", group="")
     control_tokens: bool = defined(False, "Texts of chats may spell control tokens, such as <|im_end|>.", group="")
     open_schemas: bool = defined(
         False, "Objects of JSON schemas may have properties that these do not name, unless they forbid it.", group=""
@@ -71,6 +81,8 @@ class ServerSettings:
         if not self.host:
             raise ParameterError(Argument("host", self.host), " is empty: give an address such as 127.0.0.1")
         check(self)
+        names = [name.strip() for text in self.aliases for name in text.split(",")]
+        object.__setattr__(self, "aliases", tuple(dict.fromkeys(names)))
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise ParameterError("an API key is unusable: give 8 or more ASCII characters without spaces")

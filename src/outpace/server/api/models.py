@@ -51,15 +51,14 @@ class ModelList(Answer):
 async def list_models(request: Request) -> ModelList:
     """The models that are served."""
     service = service_of(request)
-    return ModelList(object="list", data=[_model(service, name) for name in service.models.names()])
+    return ModelList(object="list", data=[_model(service, name) for name in service.names()])
 
 
 @router.get("/v1/models/{name:path}", response_model_exclude_unset=True)
 async def one_model(request: Request, name: str) -> Model:
     """One of them."""
     service = service_of(request)
-    if name not in service.models.names():
-        raise APIError(404, f"the model {name!r} is not served", param="model", code="model_not_found")
+    service.named(name)
     return _model(service, name)
 
 
@@ -71,7 +70,7 @@ async def leased(request: Request, name: str | None, function: Callable[[Served]
 
 
 def _model(service: Service, name: str) -> Model:
-    known = service.known(name)
+    known = service.known(service.named(name))
     more: dict[str, Any] = {}
     if known is not None:
         more = {"max_model_len": known.info.max_length, "drafters": list(known.serving.engine.drafters)}

@@ -306,7 +306,7 @@ async def version() -> Version:
 async def tags(request: Request) -> OllamaModels:
     """The models that are served."""
     service = service_of(request)
-    return OllamaModels(models=[_model(service, name) for name in service.models.names()])
+    return OllamaModels(models=[_model(service, name) for name in service.names()])
 
 
 @router.get("/api/ps")
@@ -455,7 +455,7 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: type
     name = _name(service, body.model)
     if work is not None:
         return await answered(request, body, kind, work, model=name, streamed=body.stream is not False)
-    unload = body.keep_alive in (0, "0", "0s") and name in service.models.names() and await service.unload(name)
+    unload = body.keep_alive in (0, "0", "0s") and await service.unload(service.named(name))
     if not unload:
         await leased(request, name, lambda model: None)
     return kind.answer(body.model, Joined(), [], done=True, done_reason="unload" if unload else "load")
@@ -463,11 +463,11 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: type
 
 def _name(service: Service, name: str) -> str:
     """Without the tag that Ollama's clients put there."""
-    return name if name in service.models.names() else name.removesuffix(":latest")
+    return name if name in service.names() else name.removesuffix(":latest")
 
 
 def _model(service: Service, name: str) -> OllamaModel:
-    known = service.known(name)
+    known = service.known(service.named(name))
     kind, dtype = ("", "") if known is None else (known.info.backend, known.info.dtype)
     return OllamaModel(
         name=name,
