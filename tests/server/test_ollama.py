@@ -102,7 +102,7 @@ def test_calls_come_whole(demo: Running) -> None:
         ("/api/chat", {"think": "hard"}, 400, "think"),
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "options.mirostat"),
         ("/api/chat", {"options": {"top_p": 2}}, 400, "top_p"),
-        ("/api/chat", {"options": {"colour": 2}}, 400, "options.colour"),
+        ("/api/chat", {"options": {"num_predct": 2}}, 400, "options.num_predct"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "messages.0.images"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),

@@ -58,6 +58,9 @@ class ServerSettings:
     open_schemas: bool = defined(
         False, "Objects of JSON schemas may have properties that these do not name, unless they forbid it.", group=""
     )
+    strict_fields: bool = defined(
+        False, "Refuse fields of requests that are not known, in place of ignoring them.", group=""
+    )
     queue: int = defined(256, "Answers that may wait beyond those; then it is 429.", _from(0))
     request_timeout: float | None = defined(None, "Seconds of an answer, after which it ends as it is.", _SECONDS)
     drain: float = defined(30.0, "Seconds that running requests have when it stops.", _SECONDS)

@@ -65,6 +65,7 @@ class AnswerMessage(Answer):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="The same, as others call it.")
     tool_calls: list[Call] | None = None
 
 
@@ -72,6 +73,7 @@ class Delta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Call] | None = None
 
 
@@ -185,7 +187,7 @@ class ChatEncoder(Choices):
         text, thoughts, calls = made.joined.text, made.joined.thoughts, made.joined.calls
         extras: dict[str, Any] = {}
         if thoughts:
-            extras["reasoning_content"] = thoughts
+            extras["reasoning_content"] = extras["reasoning"] = thoughts
         if calls:
             extras["tool_calls"] = [
                 Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
@@ -227,6 +229,8 @@ def _delta(events: Sequence[Event]) -> Delta:
         elif isinstance(each, More):
             name = "content" if segment.kind == "text" else "reasoning_content"
             delta[name] = delta.get(name, "") + each.text
+    if "reasoning_content" in delta:
+        delta["reasoning"] = delta["reasoning_content"]
     if calls:
         delta["tool_calls"] = calls
     return Delta(**delta)

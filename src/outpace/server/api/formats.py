@@ -33,6 +33,7 @@ class ResponseFormat(Body):
 class Grammar(Body):
     """What the answer must match: a regular expression, or a grammar of llguidance's Lark."""
 
+    own = True
     type: Literal["regex", "lark"]
     value: str = Field(min_length=1)
 
@@ -40,6 +41,7 @@ class Grammar(Body):
 class StructuredOutputs(Body):
     """As vLLM spells what an answer must match; ``grammar``: of llguidance's Lark, or EBNF."""
 
+    own = True
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Items[str] | None = _CHOICES

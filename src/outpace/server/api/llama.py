@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -24,8 +24,6 @@ from outpace.server.schema import Answer, Items
 
 router = APIRouter(route_class=Route)
 
-_HARMLESS = Field(default=None, description="Changes nothing.")
-_Off = Annotated[float, Field(ge=0, le=0)]
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
 _NAMES = {  # of fields of completions, as here
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty",
@@ -47,20 +45,6 @@ class LlamaRequest(SamplingFields):
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
     speculation: Speculation | None = None
-    repeat_last_n: int | None = _HARMLESS
-    n_keep: int | None = _HARMLESS
-    id_slot: int | None = _HARMLESS
-    samplers: Items[str] | None = _HARMLESS
-    min_keep: int | None = _HARMLESS
-    mirostat_tau: float | None = _HARMLESS
-    mirostat_eta: float | None = _HARMLESS
-    dynatemp_exponent: float | None = _HARMLESS
-    mirostat: Literal[0] | None = None
-    dynatemp_range: _Off | None = None
-    xtc_probability: _Off | None = None
-    dry_multiplier: _Off | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    lora: Annotated[Items[Any], Field(max_length=0)] | None = None
     post_sampling_probs: Literal[False] | None = None
 
 

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -47,12 +47,6 @@ class OllamaOptions(SamplingFields):
     num_predict: int | None = Field(default=None, description="Below 0: as many as the context holds.")
     repeat_penalty: float | None = Field(default=None, description="repetition_penalty, of the whole text.")
     speculation: Speculation | None = None
-    mirostat: Literal[0] | None = None
-    mirostat_tau: float | None = _HARMLESS
-    mirostat_eta: float | None = _HARMLESS
-    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    repeat_last_n: int | None = _HARMLESS
     num_ctx: int | None = _HARMLESS
     num_keep: int | None = _HARMLESS
     num_batch: int | None = _HARMLESS

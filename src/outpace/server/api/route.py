@@ -23,7 +23,7 @@ from outpace.server.engines.generation import Caller, Generation, Part, Whole, W
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer, M, parsed
+from outpace.server.schema import Answer, M, Unknown, parsed
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,11 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     return b"".join(pieces)
 
 
-def understood(kind: type[M], body: bytes, most: int) -> M:
-    """``body`` as a ``kind``. Raises APIError: 413 for more than ``most`` values, 400 for what is no such request."""
+def understood(kind: type[M], body: bytes, most: int, unknown: Unknown | None = None) -> M:
+    """``body`` as a ``kind``. ``unknown``: what becomes of fields that are not known. Raises APIError: 413 for more
+    than ``most`` values, 400 for what is no such request."""
     check_values(body, most * kind.bulk)
-    return parsed(kind, body)
+    return parsed(kind, body, unknown)
 
 
 def check_values(body: bytes, most: int) -> None:
@@ -114,7 +115,8 @@ class Route(APIRoute):
             with ExitStack() as held:
                 request.scope["outpace.body"] = held
                 most = service.settings.max_values
-                body = await service.work(understood, kind, await read(request, service, held), most)
+                data = await read(request, service, held)
+                body = await service.work(understood, kind, data, most, service.unknown)
                 answer: Answer | Response = await endpoint(request, body)
             if isinstance(answer, Response):
                 return answer

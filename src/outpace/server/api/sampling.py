@@ -16,7 +16,8 @@ from outpace.params import PARAMETERS, Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
-from outpace.server.schema import KNOWN, Body, Items
+from outpace.server.fields import TAKEN
+from outpace.server.schema import Body, Items
 from outpace.server.settings import ServerSettings
 
 _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
@@ -31,6 +32,7 @@ class Speculation(Body):
     """Who drafts, how much, and by which rule; ``off``: plain decoding. None of it changes a token (docs/exactness.md)
     but ``acceptance``."""
 
+    own = True
     drafter: str | None = None
     size: int | Literal["auto"] | None = None
     acceptance: Acceptance | None = None
@@ -42,6 +44,7 @@ class Resume(Body):
     """Go on after tokens that this very request has produced: the answer has only what follows them, and the usage and
     the end of the whole one."""
 
+    own = True
     token_ids: Items[int] | Items[Items[int]] = Field(
         description="Of all chunks that came; with several choices a list for each, by index."
     )
@@ -83,7 +86,7 @@ if TYPE_CHECKING:
         stop: str | list[str] | None = None
 else:
     SamplingFields = create_model(
-        "SamplingFields", __base__=Body, **KNOWN, **{name: _field(parameter) for name, parameter in REQUESTED.items()}
+        "SamplingFields", __base__=Body, **TAKEN, **{name: _field(parameter) for name, parameter in REQUESTED.items()}
     )
 
 
@@ -95,6 +98,7 @@ class Parameters(SamplingFields, Formats):
         default=None, description="The answer has its token ids, and the prompt's; chunks have the seed."
     )
     stream: bool | None = None
+    repeat_penalty: float | None = Field(default=None, description="repetition_penalty, as llama.cpp names it.")
     user: str | None = Field(default=None, max_length=512, description="Named in the server's log.")
     speculation: Speculation | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31, description="Higher runs first. Default: 0.")
@@ -135,6 +139,8 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     for name, parameter in REQUESTED.items():
         if (value := getattr(body, name)) is not None:
             given[parameter.name] = value
+    if body.repeat_penalty is not None:
+        given.setdefault("repetition_penalty", body.repeat_penalty)
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
     if body.seed is not None and -(2**63) <= body.seed < 0:

@@ -13,7 +13,7 @@ from outpace.server.conversation.formats import Kind
 from outpace.server.schema import Body
 from outpace.text.schemas import closed
 
-FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 class Function(Body):

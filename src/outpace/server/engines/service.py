@@ -19,6 +19,7 @@ from outpace.server.engines.models import Models, Served
 from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
 from outpace.server.observe.traces import Traces
+from outpace.server.schema import Unknown
 from outpace.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Service:
         self._workers = Workers(shared=shared)
         self.large = Shares(_LARGE, _LARGE // 2 if shared else _LARGE)  # places of large bodies
         self._served: dict[str, Served] = {}
+        self.unknown = Unknown(refused=settings.strict_fields)
         self._spellings = {**(spellings or {}), **dict.fromkeys(settings.aliases, models.names()[0])}
         self._generations: set[Generation] = set()
         self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
