@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,24 @@ def test_what_is_wrong_is_named(demo: Running, more: dict[str, Any], param: str)
 )
 def test_other_routes_name_it_too(demo: Running, path: str, more: dict[str, Any], param: str) -> None:
     assert check(*post(demo, path, {**GOOD[path], **more}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("words", [3000, 200_000])
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(demo: Running, words: int) -> None:
+    text = " word" * words
+    for path in ANSWERING:
+        name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+        body = {name: [{"role": "user", "content": text}] if name == "messages" else text}
+        error = check(*post(demo, path, body), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is ")
+    refused = demo.answer("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 1}, 400)
+    found = re.fullmatch(r"prompt is too long: (\d+) (tokens|characters) > (\d+) maximum", refused["error"]["message"])
+    assert found is not None
+    assert int(found[1]) > int(found[3])
+    if words == 3000:
+        assert (found[2], found[3]) == ("tokens", "2047")
+    demo.answer("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": " word" * 3000}]})
 
 
 @pytest.mark.parametrize(

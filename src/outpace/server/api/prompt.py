@@ -10,7 +10,7 @@ from pydantic import Field
 from outpace.server.conversation.messages import Conversation, Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
 from outpace.server.engines.models import Served
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, ContextError
 from outpace.server.schema import Body
 from outpace.text.chat_template import variables_of
 
@@ -40,10 +40,7 @@ def rendered(
     template = model.tokenizer.chat_template_of(tools=bool(tools) and choice != "none")
     plain = conversation(messages, template, tools, choice)
     if (size := _characters([plain.messages, plain.tools])) > model.most_text:
-        raise APIError(
-            400, f"the conversation has {size} characters: this server takes at most {model.most_text}",
-            param="messages", code="context_length_exceeded",
-        )  # fmt: skip
+        raise ContextError("messages", size, model.most_text, unit="characters")
     talk = Conversation(model.control.marked(plain.messages), model.control.marked(plain.tools))
     variables = model.control.marked(_variables(body, template))
     if not body.continue_final_message:

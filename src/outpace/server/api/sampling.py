@@ -15,7 +15,7 @@ from outpace.engine.intake import check_resumable
 from outpace.params import PARAMETERS, Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, ContextError
 from outpace.server.fields import TAKEN
 from outpace.server.schema import Body, Items
 from outpace.server.settings import ServerSettings
@@ -200,40 +200,38 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
 
 
 def check_text(text: str, model: Served, param: str, *, special: bool = False) -> None:
-    """Raise APIError for a text that cannot fit, before it is made tokens. ``special``: it may spell special ones."""
-    if len(text) > model.most_characters or not _few_tokens(text, model, model.info.max_length, special):
-        raise APIError(
-            400, f"the prompt has {len(text)} characters, but the context holds {model.info.max_length} tokens: "
-            "shorten it", param=param, code="context_length_exceeded",
-        )  # fmt: skip
+    """Raise ContextError for a text that cannot fit, before it is made tokens. ``special``: it may spell special
+    ones."""
+    most = model.info.max_length
+    if len(text) > model.most_text:
+        raise ContextError(param, len(text), model.most_text, unit="characters")
+    found = most if len(text) > model.most_characters else _counted(text, model, most, special)
+    if found is not None:
+        raise ContextError(param, found, most, counted=False)
 
 
 def check_size(text: str, model: Served, param: str, most: int, *, special: bool = False) -> None:
-    """The same for a text that need not fit into the context, but has at most about ``most`` tokens."""
-    if len(text) > model.most_text or not _few_tokens(text, model, most, special):
+    """Raise APIError for a text that need not fit into the context, but has more than about ``most`` tokens."""
+    if len(text) > model.most_text or _counted(text, model, most, special) is not None:
         raise APIError(
             400, f"the text has {len(text)} characters: this server makes at most {model.most_text} and {most} tokens "
             "of one", param=param,
         )  # fmt: skip
 
 
-def _few_tokens(text: str, model: Served, most: int, special: bool) -> bool:
-    """Whether a text has at most twice ``most`` tokens, as far as its pieces say: being cut adds a few to thousands. A
-    long text of many tokens takes seconds and hundreds of megabytes; of a piece, neither."""
+def _counted(text: str, model: Served, most: int, special: bool) -> int | None:
+    """How many tokens a text has where its pieces say that these are more than twice ``most`` (being cut adds a few to
+    thousands), up to where that was seen. A long text of many tokens takes seconds and hundreds of megabytes; of a
+    piece, neither."""
     found = 0
     for start in range(0, len(text), _PIECE) if len(text) > _PIECE else ():
         found += len(model.tokenizer.encode(text[start : start + _PIECE], add_special=False, parse_special=special))
         if found > 2 * most:
-            return False
-    return True
+            return found
+    return None
 
 
 def check_length(tokens: I32, model: Served, param: str) -> None:
+    """Raise ContextError for a prompt that leaves no room for an answer."""
     if len(tokens) >= model.info.max_length:
-        raise APIError(
-            400,
-            f"the prompt has {len(tokens)} tokens, but the context holds {model.info.max_length}, the answer included: "
-            "shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise ContextError(param, len(tokens), model.info.max_length)
