@@ -36,6 +36,18 @@ _OPEN_BELOW = "/page/"
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 
 
+def routed(path: str) -> str:
+    """``path`` as routes have it: without slashes at its end and doubled at its beginning, and with one /v1, which
+    clients leave out or repeat where a base URL has or lacks it."""
+    path = f"/{path.strip('/')}"
+    while path.startswith("/v1/v1/"):
+        path = path[3:]
+    return f"/v1{path}" if path.split("/")[1] in _WITHOUT_V1 else path
+
+
+_WITHOUT_V1 = ("chat", "responses", "messages", "models", "embeddings")  # /completions is llama.cpp's
+
+
 class Keys:
     """``keys``: none lets everybody in."""
 
@@ -123,6 +135,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = routed(scope["path"])
         headers: dict[bytes, list[Any]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value.decode("latin-1"))

@@ -17,7 +17,7 @@ from outpace.server.api import completions, sampling
 from outpace.server.api.formats import Grammar, JsonSchema, ResponseFormat
 from outpace.server.api.route import STREAMED, Encoder, Route, answered, event, service_of
 from outpace.server.api.sampling import Sampling, SamplingFields, Speculation
-from outpace.server.engines.generation import Generation, Part, Whole, Work, usage
+from outpace.server.engines.generation import Generation, Part, PromptProgress, Whole, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
@@ -44,6 +44,7 @@ class LlamaRequest(SamplingFields):
     grammar: str | None = Field(default=None, description="GBNF, or llguidance's Lark.")
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
+    return_progress: bool | None = Field(default=None, description="A stream says how much of the prompt was read.")
     speculation: Speculation | None = None
     post_sampling_probs: Literal[False] | None = None
 
@@ -87,6 +88,7 @@ class LlamaAnswer(Answer):
     stopping_word: str | None = None
     generation_settings: dict[str, Any] | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 @router.post("/completions", response_model=LlamaAnswer, responses=STREAMED)
@@ -145,6 +147,14 @@ class LlamaEncoder(Encoder):
         choice = self.only
         tokens = list(choice.token_ids) if self.body.return_tokens else []
         return LlamaAnswer(content=choice.joined.text, tokens=tokens, **self._listed(choice), **self._last())
+
+    @property
+    def shows_progress(self) -> bool:
+        return bool(self.body.return_progress)
+
+    def progress(self) -> bytes:
+        progress = self.generation.progress
+        return event(LlamaAnswer(index=0, content="", tokens=[], stop=False, prompt_progress=progress).to_json())
 
     def part(self, part: Part) -> bytes:
         self.fold(part)

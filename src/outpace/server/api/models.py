@@ -1,5 +1,5 @@
-"""``GET /v1/models`` and what llama.cpp's page asks of one, ``/props``; a model's token ids and prompts: ``/tokenize``,
-``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
+"""``GET /v1/models``, and ``/props`` and ``/slots``, which llama.cpp's clients ask; a model's token ids and prompts:
+``/tokenize``, ``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
 
 from __future__ import annotations
 
@@ -228,6 +228,30 @@ class Properties(Answer):
     bos_token: str
     eos_token: str
     build_info: str
+
+
+class Slot(Answer):
+    """As llama.cpp names it: a place of those in which answers are written at once."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+@router.get("/slots")
+async def slots(request: Request, model: str | None = None) -> list[Slot]:
+    """The places of a model, which is loaded; they are taken in no order."""
+
+    def known(served: Served) -> list[Slot]:
+        engine, admission = served.serving.engine, served.admission
+        drafts, inside = bool({*engine.drafters} - {"none"}), admission.inside - 1  # this request has a place, too
+        return [
+            Slot(id=i, n_ctx=served.info.max_length, speculative=drafts, is_processing=i < inside)
+            for i in range(admission.rows)
+        ]
+
+    return await leased(request, model, known)
 
 
 @router.get("/props")

@@ -139,6 +139,7 @@ def scope_of(request: Request) -> str:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
+_LOOK = 0.5  # seconds after which the reading of a prompt is looked at again
 FINGERPRINT = "system-fingerprint"  # a header of streams: a resumed one may not have it otherwise
 DONE = b"data: [DONE]\n\n"
 
@@ -185,6 +186,15 @@ class Encoder(ABC):
     @abstractmethod
     def part(self, part: Part) -> bytes:
         """What a part adds to the stream."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the stream says how much of the prompt was read."""
+        return False
+
+    def progress(self) -> bytes:
+        """That."""
+        return b""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -300,9 +310,17 @@ class EventStream(Response):
         encoder, generation = self._encoder, self._encoder.generation
         if first := encoder.begin():
             yield first
+        reading, seconds, alive, read = encoder.shows_progress, 0.0, self._service.settings.keep_alive, -1
         while generation.left:
-            parts = await generation.parts(self._service.settings.keep_alive)
-            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive:
+            patience = min(_LOOK, alive) if reading else alive
+            parts = await generation.parts(patience)
+            if reading and (parts or generation.progress.processed > read):
+                read = generation.progress.processed
+                yield encoder.progress()
+            reading = reading and not parts
+            seconds = 0.0 if parts else seconds + patience
+            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive if seconds >= alive else b"":
+                seconds = 0.0
                 yield data
         yield await self._service.work(encoder.end)
 

@@ -119,6 +119,9 @@ class Sampling(Parameters):
     max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        default=None, description="A stream says how much of the prompt was read, as llama.cpp's does."
+    )
 
     @property
     def wants_usage(self) -> bool:

@@ -251,6 +251,15 @@ class Generation:
         return self._running.left
 
     @property
+    def progress(self) -> PromptProgress:
+        """Of reading the prompts."""
+        total, reused, read = self._running.progress
+        read = total if self.first_token_at is not None else read
+        return PromptProgress(
+            total=total, cache=reused, processed=read, time_ms=round(1e3 * (time.perf_counter() - self.began))
+        )
+
+    @property
     def in_order(self) -> list[Result]:
         """The results there are, by choice."""
         return [self.results[index] for index in sorted(self.results)]
@@ -320,6 +329,15 @@ class Speculation(Answer):
     near_ties: int
     off_because: str | None
     notes: list[str]
+
+
+class PromptProgress(Answer):
+    """As llama.cpp has it: of the prompt's ``total`` tokens ``processed`` are read, of which ``cache`` had been."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
 
 
 class PromptDetails(Answer):
