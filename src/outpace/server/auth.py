@@ -78,7 +78,7 @@ class Web:
     """Which requests of web pages are answered."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._origins = settings.cors
+        self._allows = settings.allows
         self._own = {settings.host.lower(), "localhost", *(host.lower() for host in settings.allow_hosts)}
         self._by_name = settings.loopback or bool(settings.allow_hosts)
         self._by_origin = settings.loopback or not settings.api_keys  # a page of another's has no key
@@ -92,7 +92,7 @@ class Web:
             raise APIError(
                 403, f"this server is not called {name[:100]!r}: allow it with --allow-host", code="host_not_allowed"
             )
-        if origin is None or not self._by_origin or origin in self._origins or "*" in self._origins:
+        if origin is None or not self._by_origin or self._allows(origin):
             return
         if origin.lower().partition("://")[2] != (host or "").lower():
             raise APIError(

@@ -16,8 +16,11 @@ def _from(least: int) -> Integer:
     return Integer(least, 2**31 - 1)
 
 
+_APPS = ("app://", "chrome-extension://", "moz-extension://", "tauri://", "vscode-webview://")  # pages of programs
+
+
 def _is_origin(text: str) -> bool:
-    return text == "*" or text.startswith(("http://", "https://"))
+    return text == "*" or text.startswith(("http://", "https://", *_APPS))
 
 
 def _is_host(text: str) -> bool:
@@ -40,8 +43,9 @@ class ServerSettings:
     )
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = defined(
-        (), "Pages of this origin may ask. Repeatable.",
-        Each(_is_origin, " is no origin: give one such as https://example.org, or *"), metavar="ORIGIN", group="",
+        (), "Pages of this origin may ask; of all that begin so, such as vscode-webview://. Repeatable.",
+        Each(_is_origin, f" is no origin: give one such as https://example.org, one of {' '.join(_APPS)}, or *"),
+        metavar="ORIGIN", group="",
     )  # fmt: skip
     allow_hosts: tuple[str, ...] = defined(
         (), "Also a name of this server, as a proxy calls it. Repeatable.",
@@ -89,6 +93,12 @@ class ServerSettings:
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise ParameterError("an API key is unusable: give 8 or more ASCII characters without spaces")
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of this origin may ask."""
+        return any(
+            allowed in ("*", origin) or (allowed in _APPS and origin.startswith(allowed)) for allowed in self.cors
+        )
 
     @property
     def loopback(self) -> bool:
