@@ -89,6 +89,18 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
     assert f"--port {port}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"), [("0.0.0.0", "", True), ("::", "", True), ("0.0.0.0", "secret-key", False),
+    ("127.0.0.1", "", False)],
+)  # fmt: skip
+def test_an_open_server_without_keys_warns(host: str, keys: str, warns: bool) -> None:
+    command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--host", host, "--model", "no/such/model"]
+    environment = {**os.environ, "OUTPACE_API_KEYS": keys, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode != 0
+    assert (f"warning: whoever reaches {host} may ask" in done.stderr) is warns, done.stderr
+
+
 def test_other_names_of_the_server_are_allowed_by_option() -> None:
     def status(port: int, host: str) -> int:
         return httpx.get(f"http://127.0.0.1:{port}/health", headers={"host": host}, timeout=60).status_code

@@ -65,6 +65,12 @@ def run(
         raise ParameterError(Argument("any_name"), " is of the only model: leave ", Argument("also"), " out")
     if model_memory is not None and not also:
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
+    settings = replace(settings, api_keys=_keys(api_key_file))
+    if not settings.loopback and not settings.api_keys:
+        print(
+            f"warning: whoever reaches {settings.host} may ask, since there are no keys: give some with "
+            f"--api-key-file or {_KEYS}", file=sys.stderr, flush=True,
+        )  # fmt: skip
     if replicas is not None or ray is not None:
         if find_spec("ray") is None:
             raise MissingExtraError(f"replicas need Ray: {install('outpace[ray]')}")
@@ -74,7 +80,6 @@ def run(
             sys.argv[2:], replicas or "1", ray, host=settings.host, port=settings.port, threads=load.threads,
             device=load.device, max_rows=max_rows, max_body=settings.max_body, drain=settings.drain,
         )  # fmt: skip
-    settings = replace(settings, api_keys=_keys(api_key_file))
     from outpace.server.engines.generation import Observer
     from outpace.server.observe.logs import RequestLog, configure
     from outpace.server.observe.metrics import Metrics
