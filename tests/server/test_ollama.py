@@ -118,6 +118,19 @@ def test_errors_are_ollamas(demo: Running, path: str, more: dict[str, Any], stat
     assert named in found["error"]
 
 
+def test_bodies_need_no_content_type_but_from_pages(demo: Running) -> None:
+    data = json.dumps({"model": "demo"})
+    url, form = "/api/generate", "application/x-www-form-urlencoded"
+
+    def status(path: str, **headers: str) -> int:
+        return demo.http.post(path, content=data, headers=headers).status_code
+
+    assert [status(url), status(url, **{"content-type": form})] == [200, 200]
+    for named in ({"origin": demo.url}, {"sec-fetch-site": "same-origin"}, {"content-type": "text/plain"}):
+        assert status(url, **named) == 415
+    assert status("/v1/completions") == 415
+
+
 def test_a_fault_in_mid_stream_is_the_last_line(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: Any, part: Any) -> Any:
         raise RuntimeError("no")

@@ -267,6 +267,16 @@ def test_unknown_fields_are_ignored_and_logged_once_or_refused(
     assert param in error["message"]
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "file", "image_url", "video_url"])
+def test_parts_that_are_no_text_are_refused_by_name(demo: Running, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:;base64,aGk="}}
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        name = "input" if path == "/v1/responses" else "messages"
+        error = demo.answer(path, {name: [{"role": "user", "content": [part]}]}, 400)["error"]
+        assert error["param"] == f"{name}.0.content.0.type"
+        assert f"{kind!r} is not supported" in error["message"]
+
+
 def test_what_is_misspelt_is_refused(demo: Running) -> None:
     names = (("tempreature", "temperature"), ("MaxTokens", "max_tokens"), ("stop_token_id", "stop_token_ids"))
     for name, meant in names:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from outpace.server.errors import APIError, cut
@@ -105,6 +105,17 @@ def _without_one(text: str) -> list[str]:
 
 _SHORTEST, _LONGEST = 5, 40  # letters of names that are compared
 _MOST_LOGGED = 256
+
+
+def only(*kinds: str) -> BeforeValidator:
+    """Of a part's ``type``: others, which are of images, sounds or files, are refused by name."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, str) and value not in kinds:
+            raise ValueError(f"{cut(value, 64)!r} is not supported: this server reads text alone; give {kinds[0]}")
+        return value
+
+    return BeforeValidator(checked)
 
 
 class Answer(BaseModel):

@@ -39,7 +39,7 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     """The body. A large one has a place, shared by API key, until ``held`` closes. Raises APIError: 413 beyond
     ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and not (kind in _UNSAID and _is_ollamas(request)):
         raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
     most = service.settings.max_body
     too_large = APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
@@ -62,6 +62,15 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     except ClientDisconnect:
         raise APIError(GONE, "the client went away") from None
     return b"".join(pieces)
+
+
+_UNSAID = ("", "application/x-www-form-urlencoded")  # what clients send who name no type: curl has the second
+
+
+def _is_ollamas(request: Request) -> bool:
+    """Whether a client of Ollama asks, and no page: a browser says from where."""
+    names = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")
+    return request.url.path.startswith("/api/") and not any(name in request.headers for name in names)
 
 
 def understood(kind: type[M], body: bytes, most: int, unknown: Unknown | None = None) -> M:
