@@ -21,7 +21,7 @@ from tests.server.serving import serving
 PROGRAMS = Path(__file__).parents[2] / ".venv" / "npm" / "node_modules" / ".bin"
 TASK, END = "Read note.txt and make the sky blue.", "The sky is blue now."
 CODEX = (
-    'model_providers.outpace={{name="Outpace", base_url="{url}/v1", wire_api="responses"}}', "model_provider=outpace",
+    'model_providers.outpace={{name="Outpace", base_url="{url}/v1"}}', "model_provider=outpace",
     "model=demo",
 )  # fmt: skip
 
