@@ -212,6 +212,18 @@ def test_effort_is_what_the_template_knows(thinks: bool) -> None:
     assert rendered(body, body.messages, [], "none", model).endswith("low" if thinks else "none")
 
 
+def test_switches_that_the_template_does_not_know_change_nothing_and_are_noted(demo: Running) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "seed": 1}
+    switches = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}
+    plain, switched = (demo.answer(CHAT, {**body, **more}) for more in ({}, switches))
+    assert plain["choices"] == switched["choices"]
+    assert plain["usage"]["prompt_tokens"] == switched["usage"]["prompt_tokens"]
+    assert demo.answer(CHAT, {**body, "reasoning_effort": "none"})["usage"]["speculation"]["notes"] == []
+    names = [note.partition(" ")[0] for note in switched["usage"]["speculation"]["notes"]]
+    assert names == ["chat_template_kwargs.enable_thinking", "reasoning_effort"]
+    assert demo.answer(CHAT, {**body, "chat_template_kwargs": [1]}, 400)["error"]["param"] == "chat_template_kwargs"
+
+
 def test_tools_beside_a_format(demo: Running) -> None:
     """An answer is a call or in the format, and nothing else."""
     schema = {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}}

@@ -165,7 +165,7 @@ class Choices(Encoder):
         seed = {"seed": generation.work.params.seed}
         if part.result is None or len(generation.results) < generation.work.samples:
             return (seed if self.body.return_token_ids else {}) | ({} if written is None else {"speculation": written})
-        total = speculation(generation.in_order)
+        total = speculation(generation.in_order, generation.work.notes)
         last = total if written is None else WrittenAtLast(**total.to_dict(), **written.to_dict())
         return {"speculation": last, **seed}
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from outpace.server import schema
 from outpace.server.api import formats, sampling
 from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Completed, chosen_tokens
-from outpace.server.api.prompt import Prompt, rendered
+from outpace.server.api.prompt import Prompt, dropped, rendered
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.conversation.control import unmarked
@@ -158,7 +158,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
 
     return Work(
         prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
-        trace=body.traced, user=body.user, **sampling.resumed(body, params.n),
+        trace=body.traced, user=body.user, notes=dropped(body, template), **sampling.resumed(body, params.n),
     )  # fmt: skip
 
 
