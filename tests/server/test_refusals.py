@@ -283,6 +283,8 @@ def test_what_is_misspelt_is_refused(demo: Running) -> None:
         error = demo.answer("/v1/completions", {**GOOD["/v1/completions"], "max_tokens": None, name: 1}, 400)["error"]
         assert (error["param"], f"did you mean {meant}?" in error["message"]) == (name, True)
     demo.answer("/v1/completions", {**GOOD["/v1/completions"], "model": "demo", "models": ["demo"]})
+    many = {f"colour{i}": i for i in range(65)}
+    assert "65 unknown" in demo.answer("/v1/completions", {**GOOD["/v1/completions"], **many}, 400)["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,12 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _knows(self, info: ValidationInfo) -> Self:
         extra = self.__pydantic_extra__
-        for name, value in extra.items() if extra else ():
-            if value is not None:
-                self._check_unknown(name, info.context)
+        given = [name for name, value in extra.items() if value is not None] if extra else []
+        if len(given) > _MOST_UNKNOWN:
+            why = f"one of {len(given)} unknown fields: leave them out"
+            raise PydanticCustomError("unknown_field", "{why}", {"name": given[0], "why": why})
+        for name in given:
+            self._check_unknown(name, info.context)
         if extra:
             extra.clear()  # nobody reads them, templates included
         return self
@@ -103,7 +106,8 @@ def _without_one(text: str) -> list[str]:
     return [text, *(text[:i] + text[i + 1 :] for i in range(len(text)))]
 
 
-_SHORTEST, _LONGEST = 5, 40  # letters of names that are compared
+_SHORTEST, _LONGEST = 5, 28  # letters of names that are compared
+_MOST_UNKNOWN = 64  # of one object
 _MOST_LOGGED = 256
 
 
