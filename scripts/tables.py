@@ -6,15 +6,17 @@ A table stands in a page of the docs between ``<!-- table: NAME -->`` and ``<!--
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command
@@ -24,6 +26,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
 from outpace.models.options import LoadOptions
 from outpace.params import PARAMETERS, SamplingParams
+from outpace.server.fields import FIELDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN = ("on_step", "cost")  # parameters of Engine that Engine.load hands on
@@ -102,10 +105,37 @@ def drafters() -> str:
     return _rows(("spec", "what drafts", "options", "costs", "use it for"), rows)
 
 
+def _values(hint: Any) -> str:
+    """The JSON values of a type, in a few words."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        bounds = {name: value for more in inner[1].metadata for name, value in asdict(more).items()}
+        if "ge" in bounds:
+            return f"`{bounds['ge']:g}`"
+        return "empty" if bounds.get("max_length") == 0 else _values(inner[0])
+    if kind is Literal:
+        return ", ".join(_code(json.dumps(value)) for value in inner)
+    if kind is UnionType:
+        return " or ".join(map(_values, inner))
+    words = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number"}
+    return {**words, bool: "true or false"}[kind or hint]
+
+
+def request_fields() -> str:
+    """Fields of other servers' requests: what is taken of them, and why no more is."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, other in FIELDS.items():
+        values = "" if other.takes is None else _values(other.takes)
+        alike.setdefault((values, other.why), []).append(name)
+    rows = ((_code(*names), values, why) for (values, why), names in alike.items())
+    return _rows(("fields", "taken, and change nothing", "else refused"), sorted(rows, key=lambda row: not row[1]))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "drafters": drafters,
     "parameters": parameters,
     "engine": partial(settings, EngineOptions),
+    "request-fields": request_fields,
     "loading": partial(settings, LoadOptions),
     "commands": commands,
     **{f"options-{name.replace(' ', '-')}": partial(options, name) for name in _commands()},

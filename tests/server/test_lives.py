@@ -287,6 +287,28 @@ def test_told_to_stop_it_answers_everybody() -> None:
         assert b"[DONE]" in said
 
 
+def test_sdks_in_pages_of_allowed_origins_are_answered() -> None:
+    wanted = (
+        "x-stainless-os,x-stainless-retry-count,anthropic-dangerous-direct-browser-access,anthropic-version,x-api-key"
+    )
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
+    asked["access-control-request-private-network"] = "true"
+    model = Engine.load("demo", drafter="none", max_length=64)
+    with serving(model, cors=("https://a.example", "vscode-webview://", "app://obsidian.md")) as running:
+        for origin, allowed in {
+            "https://a.example": True, "vscode-webview://1hk": True, "app://obsidian.md": True, "app://other": False,
+            "https://b.example": False, "chrome-extension://abc": False, "null": False,
+        }.items():  # fmt: skip
+            response = running.http.options("/v1/messages", headers={"origin": origin, **asked})
+            assert (response.status_code == 200) is allowed, origin
+            assert (response.headers.get("access-control-allow-origin") == origin) is allowed
+            if allowed:
+                assert {*wanted.split(",")} <= {*response.headers["access-control-allow-headers"].split(",")}
+                assert response.headers["access-control-allow-private-network"] == "true"
+            answer = running.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, origin=origin)
+            assert answer.status_code == (200 if allowed else 403)
+
+
 def test_cross_origin_requests_are_off_unless_asked_for(small: Running, guarded: Running) -> None:
     assert "access-control-allow-origin" not in post(small, SHORT, origin=ORIGIN)[1]
     key = {"authorization": f"Bearer {KEYS[0]}"}

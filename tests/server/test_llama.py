@@ -61,6 +61,64 @@ def test_streams_end_with_what_the_answer_cost(demo: Running) -> None:
     assert (whole["stop_type"], whole["stopping_word"]) == ("word", " people")
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_streams_say_how_much_of_the_prompt_was_read(demo: Running, path: str) -> None:
+    """While a prompt is read, and once it was; other events are those of a stream that says nothing of it."""
+    text = path + " word" * 1200
+    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    body = {**prompt, "max_tokens" if "v1" in path else "n_predict": 3, "seed": 1, "stream": True}
+    found: list[Any] = []
+    with demo.held() as reached, demo.http.stream("POST", path, json={**body, "return_progress": True}) as response:
+        lines = response.iter_lines()
+        assert reached.wait(60)  # a piece of the prompt was read, and no more is
+        for line in lines:
+            if line.startswith("data: {"):
+                found.append(json.loads(line.removeprefix("data: ")).get("prompt_progress"))
+                if found[-1] and found[-1]["processed"]:
+                    break
+        assert 0 < found[-1]["processed"] < found[-1]["total"]
+    demo.at_rest()
+    events = [event.get("prompt_progress") for event in demo.events(path, {**body, "return_progress": True})]
+    shown = [event for event in events if event]
+    assert shown == events[: len(shown)]
+    assert shown[-1]["processed"] == shown[-1]["total"]
+    assert not any(event.get("prompt_progress") for event in demo.events(path, body))
+    demo.at_rest()
+
+
+CHAT = {"messages": [{"role": "user", "content": "Paint it."}], "seed": 3, "max_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("more", "same"),
+    [
+        ({"grammar": 'root ::= "yes" | "no"'}, {"guided_choice": ["yes", "no"]}),
+        ({"grammar": ""}, {}),
+        ({"json_schema": SCHEMA}, {"guided_json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
+    ],
+)
+def test_chats_take_formats_as_llama_cpp_does(demo: Running, more: dict[str, Any], same: dict[str, Any]) -> None:
+    path = "/v1/chat/completions"
+    theirs, ours = (demo.answer(path, {**CHAT, **each})["choices"][0]["message"] for each in (more, same))
+    assert theirs == ours
+
+
+def test_routes_without_v1_and_with_a_slash_too_many(demo: Running) -> None:
+    for path in ("/chat/completions", "/v1/chat/completions/", "//v1/chat/completions", "/v1/v1/chat/completions"):
+        assert demo.answer(path, CHAT)["object"] == "chat.completion"
+    assert demo.answer("/responses", {"input": "Hi", "max_output_tokens": 1})["object"] == "response"
+    assert demo.answer("/messages", {"messages": CHAT["messages"], "max_tokens": 1})["type"] == "message"
+    assert demo.answer("/messages", {"messages": []}, 400)["type"] == "error"
+    assert demo.answer("/embeddings", {"input": "a"}, 400)["error"]["code"] == "unsupported_model"
+    assert [each["id"] for each in demo.http.get("/models").json()["data"]] == ["demo"]
+    assert demo.http.get("/models/demo/").json()["id"] == "demo"
+    slots = demo.http.get("/slots").json()
+    assert len(slots) == demo.http.get("/props").json()["total_slots"]
+    assert {(each["n_ctx"], each["is_processing"]) for each in slots} == {(2048, False)}
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

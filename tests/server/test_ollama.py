@@ -99,10 +99,10 @@ def test_calls_come_whole(demo: Running) -> None:
     ("path", "more", "status", "named"),
     [
         ("/api/chat", {"model": "llama9"}, 404, "llama9"),
-        ("/api/chat", {"think": True}, 400, "think='medium'"),
+        ("/api/chat", {"think": "hard"}, 400, "think"),
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "options.mirostat"),
         ("/api/chat", {"options": {"top_p": 2}}, 400, "top_p"),
-        ("/api/chat", {"options": {"colour": 2}}, 400, "options.colour"),
+        ("/api/chat", {"options": {"num_predct": 2}}, 400, "options.num_predct"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "messages.0.images"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
@@ -116,6 +116,19 @@ def test_errors_are_ollamas(demo: Running, path: str, more: dict[str, Any], stat
     found = demo.answer(path, {"model": "demo", **base, **more}, status)
     assert set(found) == {"error"}
     assert named in found["error"]
+
+
+def test_bodies_need_no_content_type_but_from_pages(demo: Running) -> None:
+    data = json.dumps({"model": "demo"})
+    url, form = "/api/generate", "application/x-www-form-urlencoded"
+
+    def status(path: str, **headers: str) -> int:
+        return demo.http.post(path, content=data, headers=headers).status_code
+
+    assert [status(url), status(url, **{"content-type": form})] == [200, 200]
+    for named in ({"origin": demo.url}, {"sec-fetch-site": "same-origin"}, {"content-type": "text/plain"}):
+        assert status(url, **named) == 415
+    assert status("/v1/completions") == 415
 
 
 def test_a_fault_in_mid_stream_is_the_last_line(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:

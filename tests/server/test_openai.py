@@ -21,7 +21,8 @@ from outpace.server.api.prompt import rendered
 from outpace.server.api.responses import ResponsesRequest
 from outpace.server.conversation.control import ControlTokens
 from outpace.server.errors import APIError
-from outpace.server.schema import UNSUPPORTED, Body
+from outpace.server.fields import FIELDS
+from outpace.server.schema import Body
 from outpace.text.chat_template import ChatTemplate
 from tests.server.formats import QWEN3
 from tests.server.serving import Running
@@ -119,7 +120,7 @@ def test_items_go_back_as_the_client_gave_them(demo: Running) -> None:
     ],
 )
 def test_every_field_of_the_client_is_known(kind: type[Body], params: Any) -> None:
-    assert not set(get_type_hints(params)) - set(kind.model_fields) - set(UNSUPPORTED)
+    assert not set(get_type_hints(params)) - set(kind.model_fields) - set(FIELDS)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
@@ -132,7 +133,6 @@ def test_nulls_are_ignored_wherever_they_stand(demo: Running, path: str) -> None
         "/v1/responses": {"input": [{"role": "user", "content": [part], **nothing}], "text": nothing},
     }[path]
     assert demo.answer(path, {**body, "seed": 1, **nothing, "deadline": 0.05})["usage"]
-    assert demo.answer(path, {**body, "anything": 0}, 400)["error"]["param"] == "anything"
 
 
 def said(demo: Running, **more: Any) -> str:
@@ -210,6 +210,18 @@ def test_effort_is_what_the_template_knows(thinks: bool) -> None:
     source = QWEN3 + "{{ reasoning_effort }}"
     tokenizer.chat_template_of, tokenizer.render_chat = lambda tools: source, ChatTemplate(source, {}).render
     assert rendered(body, body.messages, [], "none", model).endswith("low" if thinks else "none")
+
+
+def test_switches_that_the_template_does_not_know_change_nothing_and_are_noted(demo: Running) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "seed": 1}
+    switches = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}
+    plain, switched = (demo.answer(CHAT, {**body, **more}) for more in ({}, switches))
+    assert plain["choices"] == switched["choices"]
+    assert plain["usage"]["prompt_tokens"] == switched["usage"]["prompt_tokens"]
+    assert demo.answer(CHAT, {**body, "reasoning_effort": "none"})["usage"]["speculation"]["notes"] == []
+    names = [note.partition(" ")[0] for note in switched["usage"]["speculation"]["notes"]]
+    assert names == ["chat_template_kwargs.enable_thinking", "reasoning_effort"]
+    assert demo.answer(CHAT, {**body, "chat_template_kwargs": [1]}, 400)["error"]["param"] == "chat_template_kwargs"
 
 
 def test_tools_beside_a_format(demo: Running) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from outpace import Engine
 from outpace.server.api.anthropic import MessagesRequest
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.completions import CompletionRequest
@@ -18,9 +21,10 @@ from outpace.server.api.ollama import OllamaChatRequest, OllamaGenerateRequest
 from outpace.server.api.responses import ResponsesRequest
 from outpace.server.auth import Web
 from outpace.server.errors import APIError
-from outpace.server.schema import UNSUPPORTED, Body
+from outpace.server.fields import FIELDS
+from outpace.server.schema import Body, Unknown
 from outpace.server.settings import ServerSettings
-from tests.server.serving import Running
+from tests.server.serving import Running, serving
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
@@ -62,7 +66,6 @@ def check(status: int, answer: Any, *statuses: int) -> dict[str, Any]:
     [
         ({"temperature": -1}, "temperature"),
         ({"Temperature": 1}, "Temperature"),
-        ({"": 1}, ""),
         ({"n": 100000}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -127,6 +130,24 @@ def test_other_routes_name_it_too(demo: Running, path: str, more: dict[str, Any]
     assert check(*post(demo, path, {**GOOD[path], **more}), 400)["param"] == param
 
 
+@pytest.mark.parametrize("words", [3000, 200_000])
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(demo: Running, words: int) -> None:
+    text = " word" * words
+    for path in ANSWERING:
+        name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+        body = {name: [{"role": "user", "content": text}] if name == "messages" else text}
+        error = check(*post(demo, path, body), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is ")
+    refused = demo.answer("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 1}, 400)
+    found = re.fullmatch(r"prompt is too long: (\d+) (tokens|characters) > (\d+) maximum", refused["error"]["message"])
+    assert found is not None
+    assert int(found[1]) > int(found[3])
+    if words == 3000:
+        assert (found[2], found[3]) == ("tokens", "2047")
+    demo.answer("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": " word" * 3000}]})
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -184,7 +205,8 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_cont
             "/v1/responses",
             {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}, "top_logprobs": 0},
         ),
-        *((path, dict.fromkeys(UNSUPPORTED.keys() - {"prompt"})) for path in ANSWERING),
+        *((path, dict.fromkeys(FIELDS.keys() - GOOD[path].keys())) for path in ANSWERING),
+        *((path, {"suffix": "", "mirostat": 0, "typical_p": 1.0, "do_sample": True}) for path in ANSWERING),
         *((path, {"store": True, "metadata": {"a": "b"}, "service_tier": "auto"}) for path in ANSWERING),
         *((path, {"safety_identifier": "x", "prompt_cache_key": "y", "user": "z"}) for path in ANSWERING),
         *((path, {"prompt_cache_retention": "24h"}) for path in ANSWERING),
@@ -196,11 +218,79 @@ def test_what_changes_nothing_is_taken(demo: Running, path: str, more: dict[str,
 
 @pytest.mark.parametrize("path", ANSWERING)
 def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -> None:
-    for name, why in UNSUPPORTED.items():
-        if name not in PATHS[path].model_fields:
+    for name, other in FIELDS.items():
+        if other.takes is None and name not in PATHS[path].model_fields:
             error = demo.answer(path, {**GOOD[path], name: {"a": 1}}, 400)["error"]
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-            assert why in error["message"]
+            assert other.why in error["message"]
+
+
+PART, MORE = {"type": "text", "text": "Hi"}, {"colour": {"a": [1]}}
+TOOL = {"type": "function", "function": {"name": "f", **MORE}, **MORE}
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "Hi", **MORE}, "colour"),
+    ("/v1/completions", {"prompt": "Hi", "stream_options": {"continuous_usage_stats": True}},
+     "stream_options.continuous_usage_stats"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{**PART, **MORE}], **MORE}], "tools": [TOOL]},
+     "messages.0.content.0.colour"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{**PART, "citations": [], **MORE}]}]},
+     "messages.0.content.0.citations"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hi", **MORE}]}, "input.0.colour"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), UNKNOWN)
+def test_unknown_fields_are_ignored_and_logged_once_or_refused(
+    demo: Running, strict: Running, path: str, body: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They change nothing: the prompt is the same without them, tools included."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            more = {*MORE, "continuous_usage_stats", "citations"}
+            return {name: without(inner) for name, inner in value.items() if name not in more}
+        return [without(inner) for inner in value] if isinstance(value, list) else value
+
+    count = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 4}
+    demo.service.unknown = Unknown()
+    with caplog.at_level("WARNING", "outpace.server.schema"):
+        same, *answers = (demo.answer(path, {**each, **count, "seed": 1}) for each in (without(body), body, body))
+    used, text = same["usage"], [same.get(name) for name in ("choices", "content")]
+    for answer in answers:
+        assert [answer.get(name) for name in ("choices", "content")] == text
+        names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+        total = [sum(usage.get(name, 0) for name in names) for usage in (used, answer["usage"])]
+        assert total[0] == total[1]
+    logged = [record.fields["field"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert len(logged) == len(set(logged)) > 0
+    error = strict.answer(path, {**body, **count}, 400)["error"]
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "file", "image_url", "video_url"])
+def test_parts_that_are_no_text_are_refused_by_name(demo: Running, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:;base64,aGk="}}
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        name = "input" if path == "/v1/responses" else "messages"
+        error = demo.answer(path, {name: [{"role": "user", "content": [part]}]}, 400)["error"]
+        assert error["param"] == f"{name}.0.content.0.type"
+        assert f"{kind!r} is not supported" in error["message"]
+
+
+def test_what_is_misspelt_is_refused(demo: Running) -> None:
+    names = (("tempreature", "temperature"), ("MaxTokens", "max_tokens"), ("stop_token_id", "stop_token_ids"))
+    for name, meant in names:
+        error = demo.answer("/v1/completions", {**GOOD["/v1/completions"], "max_tokens": None, name: 1}, 400)["error"]
+        assert (error["param"], f"did you mean {meant}?" in error["message"]) == (name, True)
+    demo.answer("/v1/completions", {**GOOD["/v1/completions"], "model": "demo", "models": ["demo"]})
+    many = {f"colour{i}": i for i in range(65)}
+    assert "65 unknown" in demo.answer("/v1/completions", {**GOOD["/v1/completions"], **many}, 400)["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    with serving(Engine.load("demo", drafter="none", max_length=512), strict_fields=True) as running:
+        yield running
 
 
 def test_a_body_of_mistakes_is_refused_at_its_first(demo: Running) -> None:
@@ -209,7 +299,7 @@ def test_a_body_of_mistakes_is_refused_at_its_first(demo: Running) -> None:
         for name in kind.model_fields:
             wrong = json.dumps({name: [[1.5]] * 100, "messages": [{"role": 1, "content": [3] * 100}] * 100})
             with pytest.raises(ValidationError) as found:
-                kind.model_validate_json(wrong)
+                kind.model_validate_json(wrong, context=Unknown(refused=True))
             assert found.value.error_count() < 30
 
 
@@ -265,4 +355,4 @@ def test_every_field_that_is_taken_is_described(demo: Running) -> None:
         place = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         described = document["components"]["schemas"][place.rpartition("/")[2]]
         assert set(described["properties"]) == {field.alias or name for name, field in kind.model_fields.items()}
-        assert described["additionalProperties"] == {"type": "null"}
+        assert described["additionalProperties"] is True

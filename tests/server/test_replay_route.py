@@ -165,7 +165,7 @@ def test_what_cannot_be_replayed_is_refused(demo: Running, chat: Any) -> None:
         (CHAT, {**chat, "object": "text_completion"}, "asks for another"),
         ({**CHAT, "speculation": {"acceptance": "rejection"}}, chat, "not the same tokens"),
         ({**TEXTS, "echo": True}, {**chat, "object": "text_completion"}, "leave echo out"),
-        ({**CHAT, "unknown": 1}, chat, "unknown"),
+        ({**CHAT, "logit_bais": {}}, chat, "logit_bias"),
     ]:
         told = ask(demo, "/v1/replay", {"request": request, "answer": answer}, 400)["error"]
         assert message in told["message"], told

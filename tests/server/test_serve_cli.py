@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from outpace.models.load import published_name
 from tests.fake_hub import FakeHub, send, serving
 from tests.native.native_helpers import Tiny
 
@@ -86,6 +87,18 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"--port {port}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"), [("0.0.0.0", "", True), ("::", "", True), ("0.0.0.0", "secret-key", False),
+    ("127.0.0.1", "", False)],
+)  # fmt: skip
+def test_an_open_server_without_keys_warns(host: str, keys: str, warns: bool) -> None:
+    command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--host", host, "--model", "no/such/model"]
+    environment = {**os.environ, "OUTPACE_API_KEYS": keys, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode != 0
+    assert (f"warning: whoever reaches {host} may ask" in done.stderr) is warns, done.stderr
 
 
 def test_other_names_of_the_server_are_allowed_by_option() -> None:
@@ -196,3 +209,27 @@ def test_spans_and_logs_of_a_process() -> None:
     tokens = answer["usage"]["completion_tokens"]
     assert told["gen_ai.usage.output_tokens"].int_value == tokens == line["completion_tokens"]
     assert "Count" not in json.dumps(logged) + str(sent)
+
+
+def test_models_are_called_by_names_that_are_no_paths(tmp_path: Path) -> None:
+    with Tiny() as tiny:
+        content = tiny.path("Q8_0", tokenizer=1, vocab=180).read_bytes()
+    file, blob = tmp_path / "tiny-00001-of-00001.gguf", tmp_path / "sha256-0a"
+    for path in (file, blob):
+        path.write_bytes(content)
+    body = {"prompt": "abc", "max_tokens": 1}
+
+    def answered(port: int, name: str) -> Any:
+        status, answer = ask(port, {**body, "model": name}, "/v1/completions")
+        return answer["model"] if status == 200 else status
+
+    with process("-m", str(file), "--alias", "small,tiny-model", "-a", "x") as (_, port):
+        listed = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60).json()["data"]
+        assert [each["id"] for each in listed] == ["tiny", "small", "tiny-model", "x"]
+        names = ("tiny", "small", "x", str(file), "other")
+        assert [answered(port, name) for name in names] == ["tiny", "tiny", "tiny", "tiny", 404]
+    with process("-m", str(blob), "--any-name") as (_, port):
+        assert {answered(port, name) for name in ("claude-sonnet-5", "")} == {published_name(str(blob))}
+        shown, _ = ask(port, {"model": "llama3:latest"}, "/api/show")
+        assert shown == 200
+    assert "/" not in published_name(str(blob))

@@ -15,7 +15,8 @@ from pydantic import BaseModel, TypeAdapter
 from tests.server.serving import Running
 
 OURS = {
-    "prompt_token_ids", "reasoning_content", "seed", "speculation", "stop_reason", "system_fingerprint", "token_ids",
+    "prompt_token_ids", "reasoning", "reasoning_content", "seed",
+    "speculation", "stop_reason", "system_fingerprint", "token_ids",
     "max_model_len", "drafters", "metrics",
     "store", "bytes", "name",  # OpenAI's answers and events have them, too
 }  # fmt: skip

@@ -61,8 +61,16 @@ def run(
         )
     from outpace.common.allocator import few_arenas
 
+    if settings.any_name and also:
+        raise ParameterError(Argument("any_name"), " is of the only model: leave ", Argument("also"), " out")
     if model_memory is not None and not also:
         raise ParameterError(Argument("model_memory", model_memory), " bounds several models: name more with --also")
+    settings = replace(settings, api_keys=_keys(api_key_file))
+    if not settings.loopback and not settings.api_keys:
+        print(
+            f"warning: whoever reaches {settings.host} may ask, since there are no keys: give some with "
+            f"--api-key-file or {_KEYS}", file=sys.stderr, flush=True,
+        )  # fmt: skip
     if replicas is not None or ray is not None:
         if find_spec("ray") is None:
             raise MissingExtraError(f"replicas need Ray: {install('outpace[ray]')}")
@@ -72,7 +80,6 @@ def run(
             sys.argv[2:], replicas or "1", ray, host=settings.host, port=settings.port, threads=load.threads,
             device=load.device, max_rows=max_rows, max_body=settings.max_body, drain=settings.drain,
         )  # fmt: skip
-    settings = replace(settings, api_keys=_keys(api_key_file))
     from outpace.server.engines.generation import Observer
     from outpace.server.observe.logs import RequestLog, configure
     from outpace.server.observe.metrics import Metrics
@@ -83,6 +90,7 @@ def run(
     few_arenas()
     sys.setswitchinterval(_SWITCH)
     from outpace.engine.aio import AsyncEngine
+    from outpace.models.load import published_name
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
     from outpace.server.engines.runner import Server, bound
@@ -90,17 +98,19 @@ def run(
 
     with ExitStack() as stack:
         listener = stack.enter_context(bound(settings))  # before a model is loaded for nothing
-        name = served_name or load.model
+        given = [load.model, *(also or ())]
+        names = [served_name or published_name(load.model), *map(published_name, also or ())]
+        if len({*names}) < len(names):  # files of one name in several folders
+            names = [served_name or load.model, *(also or ())]
         options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
         options |= {"prefill_delay": prefill_delay, "step_stretch": step_stretch}
 
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
-                return SingleModel(name, AsyncEngine(engine))
+                return SingleModel(names[0], AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
-            named = [(name, load.model), *((other, other) for other in also)]
-            return Pool([pooled(a, model, **shared) for a, model in named], memory=model_memory)
+            return Pool([pooled(*each, **shared) for each in zip(names, given, strict=True)], memory=model_memory)
 
         async def serve() -> None:
             service = Service(
@@ -108,11 +118,12 @@ def run(
                 settings,
                 fingerprint=lambda model: system_fingerprint(model, load.load_options()),
                 observers=observers,
+                spellings=dict(zip(given, names, strict=True)),
             )
             server = Server(service, listener)
             where, at = server.address
-            names, url = ", ".join(service.models.names()), f"http://{where}:{at}"
-            print(f"{names} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
+            url = f"http://{where}:{at}"
+            print(f"{', '.join(service.names())} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
             await server.run_until_stopped()
 
         asyncio.run(serve())

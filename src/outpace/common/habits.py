@@ -103,7 +103,7 @@ SAME_OPTIONS: Mapping[str, str] = {  # theirs, which are taken: ours with the sa
     **dict.fromkeys(("--hf-repo", "-hfr", "-hf"), "--model"),
     **dict.fromkeys(("--ctx-size", "-c", "--max-model-len"), "--max-length"),
     **dict.fromkeys(("--parallel", "-np", "--max-num-seqs"), "--max-rows"),
-    **dict.fromkeys(("--alias", "-a", "--served-model-name"), "--served-name"),
+    "--served-model-name": "--served-name",
     "--num-draft-tokens": "--size",
 }
 

@@ -352,6 +352,16 @@ class Running:
         """Of every sample, in their order: what it was resumed after."""
         return [sequence.delivered for prepared in self._requests for sequence in prepared.sequences]
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Of all prompts: their tokens, those of them whose KV was there, and those whose KV is there now."""
+        firsts = [prepared.sequences[0] for prepared in self._requests]
+        return (
+            sum(each.prompt_length for each in firsts),
+            sum(min(each.stats.reused_tokens, each.prompt_length) for each in firsts),
+            sum(min(each.cached, each.prompt_length) for each in firsts),
+        )
+
     async def get(self, timeout: float | None = None) -> list[Delta]:
         """What has come since the last call, at least one; none when ``timeout`` seconds brought none, or after
         ``wake``.

@@ -32,7 +32,7 @@ from outpace.engine.aio import AsyncEngine, Running
 from outpace.engine.engine import Engine
 from outpace.engine.results import Delta
 from outpace.errors import OutpaceError
-from outpace.models.load import Source, resolve
+from outpace.models.load import Source, published_name, resolve
 from outpace.params import SamplingParams
 from outpace.server.errors import APIError
 from outpace.text.grammar import Grammars
@@ -87,7 +87,7 @@ class Outpace(LLMEngine):
         except UsageError as error:
             raise SystemExit(f"outpace.integrations.dynamo: {error}") from None
         options = {name: given[name] for name in ENGINE if given[name] is not None}
-        served = given["served_name"] or given["model"]
+        served = given["served_name"] or published_name(given["model"])
         config = WorkerConfig(
             namespace=given["namespace"], component="outpace", model_name=str(card_of(resolve(given["model"]))),
             served_model_name=served, discovery_backend=given["discovery_backend"],

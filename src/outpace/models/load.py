@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outpace.models.base import Model
 
 _READ = (".json", ".safetensors", ".model", ".bin", ".txt", ".jinja")  # endings of a folder's files that are read
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 TORCH_PACKAGES = ("torch", "transformers", "safetensors")
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,19 @@ def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
         "folder",
         from_hub(spec, revision=options.revision, allow_pickle=options.allow_pickle, offline=options.offline),
     )
+
+
+def published_name(spec: str) -> str:
+    """What others call the model that ``spec`` names: without the path of a folder or a file, without a file's ending
+    and a shard's number; ``general.name`` of a GGUF file that has no ending. Raises ModelError."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return path.resolve().name or spec
+    if not path.is_file():
+        return spec
+    if path.suffix:
+        return _SHARD.sub("", path.stem)
+    return GGUFFile.open(path).text("general.name", path.name)
 
 
 def _at(spec: str) -> Source | None:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from outpace.common.version import __version__
 from outpace.errors import OutpaceError
@@ -17,6 +18,7 @@ from outpace.server.api import anthropic, chat, completions, llama, models, olla
 from outpace.server.auth import Guard, refusal
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError, Refusal
+from outpace.server.settings import ServerSettings
 
 _ROUTERS = (
     chat.router, completions.router, responses.router, anthropic.router, replay.router, ollama.router, ollama.bodies,
@@ -49,14 +51,26 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_middleware(Guard, service=service)
     if service.settings.cors:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.settings.cors,
+        app.add_middleware(Pages, settings=service.settings)
+    return app
+
+
+class Pages(CORSMiddleware):
+    """Lets browsers send what SDKs send, from pages of origins that the settings allow, local ones or not."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.cors,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
+            allow_headers=["*"],  # SDKs send many of their own
+            allow_private_network=True,
             expose_headers=["x-request-id", "retry-after"],
         )
-    return app
+        self._settings = settings
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._settings.allows(origin)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

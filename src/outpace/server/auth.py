@@ -36,6 +36,18 @@ _OPEN_BELOW = "/page/"
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 
 
+def routed(path: str) -> str:
+    """``path`` as routes have it: without slashes at its end and doubled at its beginning, and with one /v1, which
+    clients leave out or repeat where a base URL has or lacks it."""
+    path = f"/{path.strip('/')}"
+    while path.startswith("/v1/v1/"):
+        path = path[3:]
+    return f"/v1{path}" if path.split("/")[1] in _WITHOUT_V1 else path
+
+
+_WITHOUT_V1 = ("chat", "responses", "messages", "models", "embeddings")  # /completions is llama.cpp's
+
+
 class Keys:
     """``keys``: none lets everybody in."""
 
@@ -66,7 +78,7 @@ class Web:
     """Which requests of web pages are answered."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._origins = settings.cors
+        self._allows = settings.allows
         self._own = {settings.host.lower(), "localhost", *(host.lower() for host in settings.allow_hosts)}
         self._by_name = settings.loopback or bool(settings.allow_hosts)
         self._by_origin = settings.loopback or not settings.api_keys  # a page of another's has no key
@@ -80,7 +92,7 @@ class Web:
             raise APIError(
                 403, f"this server is not called {name[:100]!r}: allow it with --allow-host", code="host_not_allowed"
             )
-        if origin is None or not self._by_origin or origin in self._origins or "*" in self._origins:
+        if origin is None or not self._by_origin or self._allows(origin):
             return
         if origin.lower().partition("://")[2] != (host or "").lower():
             raise APIError(
@@ -123,6 +135,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = routed(scope["path"])
         headers: dict[bytes, list[Any]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value.decode("latin-1"))

@@ -85,6 +85,22 @@ class APIError(Exception):
         return Refusal(error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
 
 
+class ContextError(APIError):
+    """A prompt that is too long: it has ``length`` tokens or, where it was not ``counted`` to its end, more; the
+    context holds ``most``, the answer included. ``unit``: characters, where these alone are bounded. Clients know the
+    words, and shorten the conversation."""
+
+    def __init__(self, param: str, length: int, most: int, *, unit: str = "tokens", counted: bool = True) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {most} {unit}. However, you requested {length} {unit}"
+            f"{'' if counted else ' or more'} in the {param}, the answer not counted: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.anthropic = f"prompt is too long: {length} {unit} > {most - 1} maximum"
+
+
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -94,7 +110,8 @@ _ANTHROPIC = {
 def as_anthropic(error: APIError) -> bytes:
     """The body as Anthropic's clients read it."""
     kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    refusal = AnthropicRefusal(type="error", error=AnthropicError(type=kind, message=error.message))
+    message = error.anthropic if isinstance(error, ContextError) else error.message
+    refusal = AnthropicRefusal(type="error", error=AnthropicError(type=kind, message=message))
     return refusal.model_dump_json().encode()
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, cut
+from outpace.server.fields import FIELDS, OF_CONTENT
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Body")
@@ -15,13 +21,105 @@ M = TypeVar("M", bound="Body")
 Items = Annotated[list[T], Field(fail_fast=True)]  # one error a list: a list of errors costs far more than its request
 
 
+class Unknown:
+    """What a server does about fields that it does not know. ``refused``: they are errors; else they are ignored, and
+    each is logged once."""
+
+    def __init__(self, *, refused: bool = False) -> None:
+        self.refused = refused
+        self._logged: set[str] = set()
+
+    def ignore(self, place: str, name: str) -> None:
+        """``place``: what has the field."""
+        field = cut(f"{place}.{name}", 100)
+        if field not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(field)
+            log.warning("a field is unknown and ignored", extra={"fields": {"field": field}})
+
+
 class Body(BaseModel):
-    """A request, or a part of one. Nothing is coerced (``"1"`` is no number), and a field that is not known is refused
-    by name unless it is null: nothing is ignored silently."""
+    """A request, or a part of one. Nothing is coerced (``"1"`` is no number). Of the fields that are not known, null
+    ones count for nothing; those that would change the answer (``FIELDS``) and misspelt ones are refused by name; the
+    others are ignored, or refused, as the ``Unknown`` in the validation's context says."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-    __pydantic_extra__: dict[str, None] = Field(init=False)
     bulk: ClassVar[int] = 1  # so many times as many values as other requests may have
+    own: ClassVar[bool] = False  # no other server has such an object: a field that it does not know is a mistake
+
+    @model_validator(mode="after")
+    def _knows(self, info: ValidationInfo) -> Self:
+        extra = self.__pydantic_extra__
+        given = [name for name, value in extra.items() if value is not None] if extra else []
+        if len(given) > _MOST_UNKNOWN:
+            why = f"one of {len(given)} unknown fields: leave them out"
+            raise PydanticCustomError("unknown_field", "{why}", {"name": given[0], "why": why})
+        for name in given:
+            self._check_unknown(name, info.context)
+        if extra:
+            extra.clear()  # nobody reads them, templates included
+        return self
+
+    def _check_unknown(self, name: str, unknown: Unknown | None) -> None:
+        kind = type(self)
+        why = None
+        if name in _refused(kind):
+            why = FIELDS[name].why
+        elif (meant := _meant(kind, name)) is not None and getattr(self, meant) is None:
+            why = f"did you mean {kind.model_fields[meant].alias or meant}?"
+        elif self.own or (unknown is not None and unknown.refused):
+            why = "it is unknown: check its spelling, or leave it out"
+        if why is not None:
+            raise PydanticCustomError("unknown_field", "{why}", {"name": name, "why": why})
+        if unknown is not None:
+            unknown.ignore(kind.__name__, name)
+
+
+@cache
+def _refused(kind: type[Body]) -> frozenset[str]:
+    """Names of fields that would change the answer to a request, or the meaning of a part of one."""
+    if "model" in kind.model_fields or "temperature" in kind.model_fields:
+        return frozenset(name for name, other in FIELDS.items() if other.takes is None)
+    return OF_CONTENT
+
+
+def _meant(kind: type[Body], name: str) -> str | None:
+    """The field that ``name`` is a misspelling of, but for capitals and punctuation by one letter."""
+    plain = _plain(name)
+    if not _SHORTEST <= len(plain) <= _LONGEST:
+        return None
+    spellings = _spellings(kind)
+    return next((spellings[text] for text in _without_one(plain) if text in spellings), None)
+
+
+@cache
+def _spellings(kind: type[Body]) -> dict[str, str]:
+    """The fields, by their names and by these without one letter."""
+    names = {name: _plain(field.alias or name) for name, field in kind.model_fields.items()}
+    return {text: name for name, plain in names.items() if len(plain) >= _SHORTEST for text in _without_one(plain)}
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _without_one(text: str) -> list[str]:
+    return [text, *(text[:i] + text[i + 1 :] for i in range(len(text)))]
+
+
+_SHORTEST, _LONGEST = 5, 28  # letters of names that are compared
+_MOST_UNKNOWN = 64  # of one object
+_MOST_LOGGED = 256
+
+
+def only(*kinds: str) -> BeforeValidator:
+    """Of a part's ``type``: others, which are of images, sounds or files, are refused by name."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, str) and value not in kinds:
+            raise ValueError(f"{cut(value, 64)!r} is not supported: this server reads text alone; give {kinds[0]}")
+        return value
+
+    return BeforeValidator(checked)
 
 
 class Answer(BaseModel):
@@ -38,76 +136,11 @@ class Answer(BaseModel):
         return self.model_dump(exclude_unset=True, by_alias=True)
 
 
-UNSUPPORTED: Mapping[str, str] = {  # fields of other servers, and why this one takes none but null
-    "access_programs": "this server has none",
-    "audio": "this server writes text alone",
-    "background_options": "no answer is kept for later: stream it",
-    "chat_template": "a server runs no code of its clients",
-    "citations": "this server cites nothing",
-    "container": "this server runs no code",
-    "context": "no conversation is kept: send its messages",
-    "conversation": "no conversation is kept: send it as input",
-    "documents": "no template here is given any: put them into a message",
-    "encrypted_content": "no reasoning is encrypted here: send its text",
-    "function_call": "it is deprecated: use tool_choice",
-    "functions": "it is deprecated: use tools",
-    "image": "this server writes text alone",
-    "image_url": "this server reads text alone",
-    "images": "this server reads text alone",
-    "logit_processors": "a server runs no code of its clients",
-    "logits_processors": "a server runs no code of its clients",
-    "mcp_servers": "this server calls nothing",
-    "mm_processor_kwargs": "this server reads text alone",
-    "moderation": "this server moderates nothing",
-    "previous_response_id": "no answer is kept: send the conversation as input",
-    "prompt": "no prompt is kept: send its text",
-    "prompt_logprobs": "use /v1/completions with echo",
-    "reasoning": "use reasoning_effort",
-    "structural_tag": "use grammar",
-    "suffix": "these models do not fill in the middle",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "web_search_options": "this server searches nothing",
-    "whitespace_pattern": "JSON stands on one line",
-}
-HARMLESS: Mapping[str, tuple[Any, str]] = {  # fields whose value changes nothing here: what is taken, else why not
-    "backend_sampling": (bool, "give true or false"),
-    "background": (Literal[False], "no answer is kept for later: stream it"),
-    "best_of": (Literal[1], "use n, and choose among the answers"),
-    "cache_prompt": (bool, "use reuse_prefix"),
-    "client_metadata": (dict[str, Any], "give an object"),
-    "context_management": (dict[str, Any] | list[Any], "give an object"),
-    "early_stopping": (Literal[False], "it is of beams, which this server does not search"),
-    "guided_decoding_backend": (str, "give a string"),
-    "include_reasoning": (Literal[True], "answers have their reasoning in a field of its own: leave it unread"),
-    "length_penalty": (Annotated[float, Field(ge=1, le=1)], "it is of beams, which this server does not search"),
-    "max_tool_calls": (int, "give a number"),
-    "metadata": (dict[str, str], "give strings by name"),
-    "prediction": (dict[str, Any], "give an object"),
-    "prompt_cache_key": (str, "give a string"),
-    "prompt_cache_options": (dict[str, Any], "give an object"),
-    "prompt_cache_retention": (str, "give a string"),
-    "reasoning_format": (Literal["auto"], "reasoning has a field of its own"),
-    "request_id": (str, "give a string"),
-    "return_progress": (bool, "use /v1/traces"),
-    "safety_identifier": (str, "give a string"),
-    "service_tier": (
-        Literal["auto", "default", "flex", "scale", "priority", "standard_only"], "this server has one tier",
-    ),
-    "spaces_between_special_tokens": (Literal[True], "use skip_special_tokens"),
-    "store": (bool, "no answer is kept"),
-    "timings_per_token": (bool, "use /v1/traces"),
-    "use_beam_search": (Literal[False], "it samples, or takes the likeliest token (temperature 0)"),
-    "verbosity": (Literal["low", "medium", "high"], "give low, medium or high"),
-}  # fmt: skip
-KNOWN: Mapping[str, Any] = {  # for pydantic's create_model
-    name: (takes | None, Field(default=None, description="Changes nothing.")) for name, (takes, _) in HARMLESS.items()
-}
-
-
-def parsed(kind: type[M], body: bytes) -> M:
-    """``body`` as a ``kind``. Raises APIError (400) that names the first thing wrong."""
+def parsed(kind: type[M], body: bytes, unknown: Unknown | None = None) -> M:
+    """``body`` as a ``kind``. ``unknown``: what becomes of fields that are not known. Raises APIError (400) that names
+    the first thing wrong."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=unknown)
     except ValidationError as error:
         raise refusal(error) from None
 
@@ -124,19 +157,21 @@ def refusal(error: ValidationError) -> APIError:
     """What a client reads of ``error``: one thing that is wrong, by name."""
     if error.error_count() > _MOST_ERRORS:  # of a mapping's values; each would become an object
         return APIError(400, f"the body has {error.error_count()} mistakes: correct it", code="invalid_value")
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    found = error.errors(include_url=False, include_input=False)
     # of a union's branches, the one that went furthest is what was meant
-    first = min(found, key=lambda each: (each["type"] != "none_required", -len(each["loc"])))
+    first = min(found, key=lambda each: (each["type"] != "unknown_field", -len(each["loc"])))
     kind, where = first["type"], first["loc"]
+    if kind == "unknown_field":
+        where = (*where, first["ctx"]["name"])
     place = [str(part) for part in where[:-1] if not _internal(part)]
-    if where and (kind == "none_required" or not _internal(where[-1])):  # an unknown name is the client's own
+    if where and (kind == "unknown_field" or not _internal(where[-1])):  # an unknown name is the client's own
         place.append(str(where[-1]))
     if not place:
         return APIError(400, f"the body is not a JSON object of this kind: {first['msg']}", code="invalid_json")
     param = ".".join(place)
-    known = UNSUPPORTED.get(place[-1]) or HARMLESS.get(place[-1], (None, None))[1]
-    if kind == "none_required" or (known and kind != "missing"):
-        why = known or "it is unknown: check its spelling, or leave it out"
+    other = FIELDS.get(place[-1])
+    if kind == "unknown_field" or (other and kind != "missing"):
+        why = first["ctx"]["why"] if kind == "unknown_field" or other is None else other.why
         return APIError(400, f"{param} is not supported: {why}", param=param, code="unsupported_parameter")
     if kind == "missing":
         return APIError(400, f"{param} is missing: give it", param=param, code="missing_required_parameter")

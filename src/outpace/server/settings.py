@@ -16,12 +16,19 @@ def _from(least: int) -> Integer:
     return Integer(least, 2**31 - 1)
 
 
+_APPS = ("app://", "chrome-extension://", "moz-extension://", "tauri://", "vscode-webview://")  # pages of programs
+
+
 def _is_origin(text: str) -> bool:
-    return text == "*" or text.startswith(("http://", "https://"))
+    return text == "*" or text.startswith(("http://", "https://", *_APPS))
 
 
 def _is_host(text: str) -> bool:
     return bool(text) and text.isascii() and text.isprintable() and not set("/: ") & {*text}
+
+
+def _is_names(text: str) -> bool:
+    return all(name.strip() for name in text.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +43,28 @@ class ServerSettings:
     )
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = defined(
-        (), "Pages of this origin may ask. Repeatable.",
-        Each(_is_origin, " is no origin: give one such as https://example.org, or *"), metavar="ORIGIN", group="",
+        (), "Pages of this origin may ask; of all that begin so, such as vscode-webview://. Repeatable.",
+        Each(_is_origin, f" is no origin: give one such as https://example.org, one of {' '.join(_APPS)}, or *"),
+        metavar="ORIGIN", group="",
     )  # fmt: skip
     allow_hosts: tuple[str, ...] = defined(
         (), "Also a name of this server, as a proxy calls it. Repeatable.",
         Each(_is_host, " is no host name: give one such as example.org"), option=("--allow-host",), metavar="NAME",
         group="",
     )  # fmt: skip
+    aliases: tuple[str, ...] = defined(
+        (), "Also names of the model, between commas. Repeatable.",
+        Each(_is_names, " are no names: give some such as small,fast"), option=("--alias", "-a"), metavar="NAMES",
+        group="",
+    )  # fmt: skip
+    any_name: bool = defined(False, "Requests may call the only model what they like.", group="")
     control_tokens: bool = defined(False, "Texts of chats may spell control tokens, such as <|im_end|>.", group="")
+    open_schemas: bool = defined(
+        False, "Objects of JSON schemas may have properties that these do not name, unless they forbid it.", group=""
+    )
+    strict_fields: bool = defined(
+        False, "Refuse fields of requests that are not known, in place of ignoring them.", group=""
+    )
     queue: int = defined(256, "Answers that may wait beyond those; then it is 429.", _from(0))
     request_timeout: float | None = defined(None, "Seconds of an answer, after which it ends as it is.", _SECONDS)
     drain: float = defined(30.0, "Seconds that running requests have when it stops.", _SECONDS)
@@ -68,9 +88,17 @@ class ServerSettings:
         if not self.host:
             raise ParameterError(Argument("host", self.host), " is empty: give an address such as 127.0.0.1")
         check(self)
+        names = [name.strip() for text in self.aliases for name in text.split(",")]
+        object.__setattr__(self, "aliases", tuple(dict.fromkeys(names)))
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise ParameterError("an API key is unusable: give 8 or more ASCII characters without spaces")
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of this origin may ask."""
+        return any(
+            allowed in ("*", origin) or (allowed in _APPS and origin.startswith(allowed)) for allowed in self.cors
+        )
 
     @property
     def loopback(self) -> bool:

@@ -25,6 +25,7 @@ from outpace.common.installing import install
 from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
+from outpace.text.schemas import closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
 
@@ -304,16 +305,18 @@ class Grammars:
     reasoning, say. The answer cannot end before. JSON may then begin on a new line.
     ``whitespace``: JSON stands on one line as Python's ``json.dumps`` writes it, so that a model cannot go on with
     white space, and more of the text must follow; True allows any.
+    ``close``: objects of schemas have only the properties that are named, where a schema does not say otherwise
+    (``additionalProperties``).
 
     Raises GrammarError with the reason, MissingExtraError without ``llguidance``, and ModelError for a tokenizer whose
     tokens stand for no bytes of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, close: bool = False) -> None:
         self._eos = tuple(dict.fromkeys(int(token) for token in eos_ids if 0 <= token < vocab_size))
         if not self._eos:
             raise GrammarError("this model has no token that ends an answer, so no grammar could end: name its eos_ids")
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer, self._vocab_size, self._close = tokenizer, vocab_size, close
         self._native = _llguidance()
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._read: Vocabulary | None = None
@@ -397,7 +400,7 @@ class Grammars:
         kind, text = source
         what = _WHAT[kind]
         if kind == "json":
-            return {"json_schema": _schema(what, text, whitespace)}
+            return {"json_schema": _schema(what, text, whitespace, self._close)}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
         if is_ebnf(_checked(what, text)):
@@ -451,7 +454,7 @@ def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
     return f"start: free gap @answer\n{free}\ngap: {_GAP}\n" if gap else f"start: free @answer\n{free}\n"
 
 
-def _schema(what: str, schema: Any, whitespace: bool) -> dict[str, Any]:
+def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, Any]:
     value = schema
     if isinstance(schema, str):
         try:
@@ -467,11 +470,11 @@ def _schema(what: str, schema: Any, whitespace: bool) -> dict[str, Any]:
     try:
         _checked(what, json.dumps(value))
         _check_properties(value)
+        return closed(value) if close else value
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, GrammarError):
             raise
         raise GrammarError(f"the {what} cannot be written as JSON ({error}): mend it") from error
-    return value
 
 
 def _check_properties(schema: Any) -> None:

@@ -12,7 +12,16 @@ from pydantic import Field
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api.route import DONE, Encoder, event
 from outpace.server.api.sampling import Sampling
-from outpace.server.engines.generation import Generation, Part, Speculation, Usage, Whole, speculation, usage
+from outpace.server.engines.generation import (
+    Generation,
+    Part,
+    PromptProgress,
+    Speculation,
+    Usage,
+    Whole,
+    speculation,
+    usage,
+)
 from outpace.server.engines.models import Served
 from outpace.server.schema import Answer
 
@@ -76,6 +85,7 @@ class Chunk(Answer):
     speculation: WrittenAtLast | Written | Speculation | None = None
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class Alternative(Answer):
@@ -122,6 +132,13 @@ class Choices(Encoder):
     def part(self, part: Part) -> bytes:
         return self.event([self.choice(part)], **self._chunk_fields(part))
 
+    @property
+    def shows_progress(self) -> bool:
+        return bool(self.body.return_progress)
+
+    def progress(self) -> bytes:
+        return self.event([], prompt_progress=self.generation.progress)
+
     def event(self, choices: list[Choice], **fields: Any) -> bytes:
         """A chunk."""
         kind, name = self.chunk
@@ -148,7 +165,7 @@ class Choices(Encoder):
         seed = {"seed": generation.work.params.seed}
         if part.result is None or len(generation.results) < generation.work.samples:
             return (seed if self.body.return_token_ids else {}) | ({} if written is None else {"speculation": written})
-        total = speculation(generation.in_order)
+        total = speculation(generation.in_order, generation.work.notes)
         last = total if written is None else WrittenAtLast(**total.to_dict(), **written.to_dict())
         return {"speculation": last, **seed}
 

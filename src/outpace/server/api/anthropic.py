@@ -111,7 +111,6 @@ def messages_of(turns: Sequence[Turn], system: str | list[TextBlock] | None) -> 
 class TextContent(Answer):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingContent(Answer):
@@ -396,7 +395,7 @@ _DELTAS = {  # their types, and the fields of their texts
 def _block(segment: Segment, text: str) -> Content:
     match segment.kind:
         case "text":
-            return TextContent(type="text", text=text, citations=None)
+            return TextContent(type="text", text=text)
         case "thought":
             return ThinkingContent(type="thinking", thinking=text, signature="")
     return ToolUseContent(type="tool_use", id=segment.id, name=segment.name, input=json_object(text) or {})

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from outpace.server import schema
 from outpace.server.api import formats, sampling
 from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Completed, chosen_tokens
-from outpace.server.api.prompt import Prompt, rendered
+from outpace.server.api.prompt import Prompt, dropped, rendered
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.conversation.control import unmarked
@@ -65,6 +65,7 @@ class AnswerMessage(Answer):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="The same, as others call it.")
     tool_calls: list[Call] | None = None
 
 
@@ -72,6 +73,7 @@ class Delta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Call] | None = None
 
 
@@ -128,7 +130,10 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     wish = formats.wanted(body, body.response_format)
     if offered:
         parallel = body.parallel_tool_calls is not False
-        text = tool_grammar(format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None)
+        text = tool_grammar(
+            format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None,
+            close=model.close_schemas,
+        )  # fmt: skip
         rules = [] if text is None else [formats.rule_of_calls(text, wish, model, after)]
     else:
         rules = formats.rules(wish, model, after)
@@ -153,7 +158,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
 
     return Work(
         prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
-        trace=body.traced, user=body.user, **sampling.resumed(body, params.n),
+        trace=body.traced, user=body.user, notes=dropped(body, template), **sampling.resumed(body, params.n),
     )  # fmt: skip
 
 
@@ -182,7 +187,7 @@ class ChatEncoder(Choices):
         text, thoughts, calls = made.joined.text, made.joined.thoughts, made.joined.calls
         extras: dict[str, Any] = {}
         if thoughts:
-            extras["reasoning_content"] = thoughts
+            extras["reasoning_content"] = extras["reasoning"] = thoughts
         if calls:
             extras["tool_calls"] = [
                 Call(id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments))
@@ -224,6 +229,8 @@ def _delta(events: Sequence[Event]) -> Delta:
         elif isinstance(each, More):
             name = "content" if segment.kind == "text" else "reasoning_content"
             delta[name] = delta.get(name, "") + each.text
+    if "reasoning_content" in delta:
+        delta["reasoning"] = delta["reasoning_content"]
     if calls:
         delta["tool_calls"] = calls
     return Delta(**delta)

@@ -28,11 +28,13 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="As llama.cpp spells it.")
 
 
 class Grammar(Body):
     """What the answer must match: a regular expression, or a grammar of llguidance's Lark."""
 
+    own = True
     type: Literal["regex", "lark"]
     value: str = Field(min_length=1)
 
@@ -40,6 +42,7 @@ class Grammar(Body):
 class StructuredOutputs(Body):
     """As vLLM spells what an answer must match; ``grammar``: of llguidance's Lark, or EBNF."""
 
+    own = True
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Items[str] | None = _CHOICES
@@ -50,7 +53,8 @@ class StructuredOutputs(Body):
 class Formats(Body):
     """Fields of requests: at most one of them says what the answer must look like."""
 
-    grammar: Grammar | None = None
+    grammar: Grammar | str | None = Field(default=None, description="A text is GBNF, as llama.cpp takes it, or Lark.")
+    json_schema: dict[str, Any] | None = Field(default=None, description="As llama.cpp takes it.")
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = Field(default=None, description="As vLLM spelled it.")
     guided_regex: str | None = None
@@ -63,7 +67,8 @@ def wanted(body: Formats, response_format: ResponseFormat | None) -> tuple[Sourc
     outputs = body.structured_outputs or StructuredOutputs()
     given: dict[str, Source | None] = {
         "response_format": None if response_format is None else _response_format(response_format),
-        "grammar": None if body.grammar is None else (body.grammar.type, body.grammar.value),
+        "grammar": _grammar(body.grammar),
+        "json_schema": None if body.json_schema is None else ("json", body.json_schema),
         "structured_outputs.json_object": ("json", {"type": "object"}) if outputs.json_object else None,
     }
     for name, schema, pattern, choices, grammar in (
@@ -117,12 +122,20 @@ def _response_format(wish: ResponseFormat) -> Source | None:
         if wish.json_schema is not None:
             place = "response_format.json_schema"
             raise APIError(400, f"{place} needs the type json_schema, not {wish.type}", param=place)
+        if wish.schema_ is not None and wish.type == "json_object":
+            return "json", wish.schema_
         return ("json", {"type": "object"}) if wish.type == "json_object" else None
-    schema = None if wish.json_schema is None else wish.json_schema.schema_
+    schema = wish.schema_ if wish.json_schema is None else wish.json_schema.schema_
     if schema is None:
         place = "response_format.json_schema.schema"
         raise APIError(400, f"{place} is missing: give it", param=place)
     return "json", schema
+
+
+def _grammar(wish: Grammar | str | None) -> Source | None:
+    if isinstance(wish, Grammar):
+        return wish.type, wish.value
+    return ("lark", wish) if wish else None
 
 
 def _one_of(choices: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -17,15 +17,13 @@ from outpace.server.api import completions, sampling
 from outpace.server.api.formats import Grammar, JsonSchema, ResponseFormat
 from outpace.server.api.route import STREAMED, Encoder, Route, answered, event, service_of
 from outpace.server.api.sampling import Sampling, SamplingFields, Speculation
-from outpace.server.engines.generation import Generation, Part, Whole, Work, usage
+from outpace.server.engines.generation import Generation, Part, PromptProgress, Whole, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 
 router = APIRouter(route_class=Route)
 
-_HARMLESS = Field(default=None, description="Changes nothing.")
-_Off = Annotated[float, Field(ge=0, le=0)]
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
 _NAMES = {  # of fields of completions, as here
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty",
@@ -46,21 +44,8 @@ class LlamaRequest(SamplingFields):
     grammar: str | None = Field(default=None, description="GBNF, or llguidance's Lark.")
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
+    return_progress: bool | None = Field(default=None, description="A stream says how much of the prompt was read.")
     speculation: Speculation | None = None
-    repeat_last_n: int | None = _HARMLESS
-    n_keep: int | None = _HARMLESS
-    id_slot: int | None = _HARMLESS
-    samplers: Items[str] | None = _HARMLESS
-    min_keep: int | None = _HARMLESS
-    mirostat_tau: float | None = _HARMLESS
-    mirostat_eta: float | None = _HARMLESS
-    dynatemp_exponent: float | None = _HARMLESS
-    mirostat: Literal[0] | None = None
-    dynatemp_range: _Off | None = None
-    xtc_probability: _Off | None = None
-    dry_multiplier: _Off | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    lora: Annotated[Items[Any], Field(max_length=0)] | None = None
     post_sampling_probs: Literal[False] | None = None
 
 
@@ -103,6 +88,7 @@ class LlamaAnswer(Answer):
     stopping_word: str | None = None
     generation_settings: dict[str, Any] | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 @router.post("/completions", response_model=LlamaAnswer, responses=STREAMED)
@@ -161,6 +147,14 @@ class LlamaEncoder(Encoder):
         choice = self.only
         tokens = list(choice.token_ids) if self.body.return_tokens else []
         return LlamaAnswer(content=choice.joined.text, tokens=tokens, **self._listed(choice), **self._last())
+
+    @property
+    def shows_progress(self) -> bool:
+        return bool(self.body.return_progress)
+
+    def progress(self) -> bytes:
+        progress = self.generation.progress
+        return event(LlamaAnswer(index=0, content="", tokens=[], stop=False, prompt_progress=progress).to_json())
 
     def part(self, part: Part) -> bytes:
         self.fold(part)

@@ -1,5 +1,5 @@
-"""``GET /v1/models`` and what llama.cpp's page asks of one, ``/props``; a model's token ids and prompts: ``/tokenize``,
-``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
+"""``GET /v1/models``, and ``/props`` and ``/slots``, which llama.cpp's clients ask; a model's token ids and prompts:
+``/tokenize``, ``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ class ModelList(Answer):
 async def list_models(request: Request) -> ModelList:
     """The models that are served."""
     service = service_of(request)
-    return ModelList(object="list", data=[_model(service, name) for name in service.models.names()])
+    return ModelList(object="list", data=[_model(service, name) for name in service.names()])
 
 
 @router.get("/v1/models/{name:path}", response_model_exclude_unset=True)
 async def one_model(request: Request, name: str) -> Model:
     """One of them."""
     service = service_of(request)
-    if name not in service.models.names():
-        raise APIError(404, f"the model {name!r} is not served", param="model", code="model_not_found")
+    service.named(name)
     return _model(service, name)
 
 
@@ -71,7 +70,7 @@ async def leased(request: Request, name: str | None, function: Callable[[Served]
 
 
 def _model(service: Service, name: str) -> Model:
-    known = service.known(name)
+    known = service.known(service.named(name))
     more: dict[str, Any] = {}
     if known is not None:
         more = {"max_model_len": known.info.max_length, "drafters": list(known.serving.engine.drafters)}
@@ -229,6 +228,30 @@ class Properties(Answer):
     bos_token: str
     eos_token: str
     build_info: str
+
+
+class Slot(Answer):
+    """As llama.cpp names it: a place of those in which answers are written at once."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+@router.get("/slots")
+async def slots(request: Request, model: str | None = None) -> list[Slot]:
+    """The places of a model, which is loaded; they are taken in no order."""
+
+    def known(served: Served) -> list[Slot]:
+        engine, admission = served.serving.engine, served.admission
+        drafts, inside = bool({*engine.drafters} - {"none"}), admission.inside - 1  # this request has a place, too
+        return [
+            Slot(id=i, n_ctx=served.info.max_length, speculative=drafts, is_processing=i < inside)
+            for i in range(admission.rows)
+        ]
+
+    return await leased(request, model, known)
 
 
 @router.get("/props")

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -47,12 +47,6 @@ class OllamaOptions(SamplingFields):
     num_predict: int | None = Field(default=None, description="Below 0: as many as the context holds.")
     repeat_penalty: float | None = Field(default=None, description="repetition_penalty, of the whole text.")
     speculation: Speculation | None = None
-    mirostat: Literal[0] | None = None
-    mirostat_tau: float | None = _HARMLESS
-    mirostat_eta: float | None = _HARMLESS
-    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    repeat_last_n: int | None = _HARMLESS
     num_ctx: int | None = _HARMLESS
     num_keep: int | None = _HARMLESS
     num_batch: int | None = _HARMLESS
@@ -306,7 +300,7 @@ async def version() -> Version:
 async def tags(request: Request) -> OllamaModels:
     """The models that are served."""
     service = service_of(request)
-    return OllamaModels(models=[_model(service, name) for name in service.models.names()])
+    return OllamaModels(models=[_model(service, name) for name in service.names()])
 
 
 @router.get("/api/ps")
@@ -455,7 +449,7 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: type
     name = _name(service, body.model)
     if work is not None:
         return await answered(request, body, kind, work, model=name, streamed=body.stream is not False)
-    unload = body.keep_alive in (0, "0", "0s") and name in service.models.names() and await service.unload(name)
+    unload = body.keep_alive in (0, "0", "0s") and await service.unload(service.named(name))
     if not unload:
         await leased(request, name, lambda model: None)
     return kind.answer(body.model, Joined(), [], done=True, done_reason="unload" if unload else "load")
@@ -463,11 +457,11 @@ async def _answered(request: Request, body: OllamaRequest, work: Any, kind: type
 
 def _name(service: Service, name: str) -> str:
     """Without the tag that Ollama's clients put there."""
-    return name if name in service.models.names() else name.removesuffix(":latest")
+    return name if name in service.names() else name.removesuffix(":latest")
 
 
 def _model(service: Service, name: str) -> OllamaModel:
-    known = service.known(name)
+    known = service.known(service.named(name))
     kind, dtype = ("", "") if known is None else (known.info.backend, known.info.dtype)
     return OllamaModel(
         name=name,

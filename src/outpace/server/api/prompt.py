@@ -10,7 +10,7 @@ from pydantic import Field
 from outpace.server.conversation.messages import Conversation, Messages, conversation
 from outpace.server.conversation.tools import ToolChoice, Tools
 from outpace.server.engines.models import Served
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, ContextError, cut
 from outpace.server.schema import Body
 from outpace.text.chat_template import variables_of
 
@@ -23,7 +23,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 class Prompt(Body):
     tools: Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the model's template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the model's template; others change nothing."
+    )
     reasoning_effort: Effort | None = Field(
         default=None,
         description="Changes nothing where the template knows neither it nor whether to think; all but none think.",
@@ -40,10 +42,7 @@ def rendered(
     template = model.tokenizer.chat_template_of(tools=bool(tools) and choice != "none")
     plain = conversation(messages, template, tools, choice)
     if (size := _characters([plain.messages, plain.tools])) > model.most_text:
-        raise APIError(
-            400, f"the conversation has {size} characters: this server takes at most {model.most_text}",
-            param="messages", code="context_length_exceeded",
-        )  # fmt: skip
+        raise ContextError("messages", size, model.most_text, unit="characters")
     talk = Conversation(model.control.marked(plain.messages), model.control.marked(plain.tools))
     variables = model.control.marked(_variables(body, template))
     if not body.continue_final_message:
@@ -79,16 +78,28 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
 
 
-def _variables(body: Prompt, template: str | None) -> Mapping[str, Any]:
-    """What the template is given beside messages. Raises APIError for what it does not know."""
+def dropped(body: Prompt, template: str | None) -> list[str]:
+    """What is asked of the template, which knows nothing of it."""
     known = frozenset() if template is None else variables_of(template)
-    given = dict(body.chat_template_kwargs or {})
-    for name in given:
-        if name in _OWN_VARIABLES or name not in known:
+    names = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or () if name not in known]
+    if body.reasoning_effort not in (None, "none") and not known & {*_SWITCHES, "reasoning_effort"}:
+        names.append("reasoning_effort")
+    return [f"{cut(name, 100)} changes nothing: this model's chat template does not know it" for name in names[:_NOTES]]
+
+
+_NOTES = 8
+
+
+def _variables(body: Prompt, template: str | None) -> Mapping[str, Any]:
+    """What the template is given beside messages. Raises APIError for what is not a request's to say."""
+    known = frozenset() if template is None else variables_of(template)
+    for name in body.chat_template_kwargs or ():
+        if name in _OWN_VARIABLES:
             raise APIError(
-                400, f"chat_template_kwargs.{name} is no variable of this model's chat template: leave it out",
+                400, f"chat_template_kwargs.{name} is no variable that a request sets: leave it out",
                 param=f"chat_template_kwargs.{name}",
             )  # fmt: skip
+    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name in known}
     effort = body.reasoning_effort
     if effort is None:
         return given

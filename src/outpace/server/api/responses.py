@@ -25,7 +25,7 @@ from outpace.server.conversation.tools import MOST_TOOLS, Function, NamedFunctio
 from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer, Body, Items
+from outpace.server.schema import Answer, Body, Items, only
 
 router = APIRouter(route_class=Route)
 
@@ -38,7 +38,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class InputPart(Body):
     """Text. Answers' parts may be sent back as they came: ``annotations`` and ``logprobs`` change nothing."""
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], only("input_text", "output_text")]
     text: str
     annotations: list[Any] | None = Field(default=None, max_length=0)
     logprobs: list[Any] | None = None

@@ -23,7 +23,7 @@ from outpace.server.engines.generation import Caller, Generation, Part, Whole, W
 from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer, M, parsed
+from outpace.server.schema import Answer, M, Unknown, parsed
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     """The body. A large one has a place, shared by API key, until ``held`` closes. Raises APIError: 413 beyond
     ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and not (kind in _UNSAID and _is_ollamas(request)):
         raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
     most = service.settings.max_body
     too_large = APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
@@ -64,10 +64,20 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     return b"".join(pieces)
 
 
-def understood(kind: type[M], body: bytes, most: int) -> M:
-    """``body`` as a ``kind``. Raises APIError: 413 for more than ``most`` values, 400 for what is no such request."""
+_UNSAID = ("", "application/x-www-form-urlencoded")  # what clients send who name no type: curl has the second
+
+
+def _is_ollamas(request: Request) -> bool:
+    """Whether a client of Ollama asks, and no page: a browser says from where."""
+    names = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")
+    return request.url.path.startswith("/api/") and not any(name in request.headers for name in names)
+
+
+def understood(kind: type[M], body: bytes, most: int, unknown: Unknown | None = None) -> M:
+    """``body`` as a ``kind``. ``unknown``: what becomes of fields that are not known. Raises APIError: 413 for more
+    than ``most`` values, 400 for what is no such request."""
     check_values(body, most * kind.bulk)
-    return parsed(kind, body)
+    return parsed(kind, body, unknown)
 
 
 def check_values(body: bytes, most: int) -> None:
@@ -114,7 +124,8 @@ class Route(APIRoute):
             with ExitStack() as held:
                 request.scope["outpace.body"] = held
                 most = service.settings.max_values
-                body = await service.work(understood, kind, await read(request, service, held), most)
+                data = await read(request, service, held)
+                body = await service.work(understood, kind, data, most, service.unknown)
                 answer: Answer | Response = await endpoint(request, body)
             if isinstance(answer, Response):
                 return answer
@@ -137,6 +148,7 @@ def scope_of(request: Request) -> str:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
+_LOOK = 0.5  # seconds after which the reading of a prompt is looked at again
 FINGERPRINT = "system-fingerprint"  # a header of streams: a resumed one may not have it otherwise
 DONE = b"data: [DONE]\n\n"
 
@@ -183,6 +195,15 @@ class Encoder(ABC):
     @abstractmethod
     def part(self, part: Part) -> bytes:
         """What a part adds to the stream."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the stream says how much of the prompt was read."""
+        return False
+
+    def progress(self) -> bytes:
+        """That."""
+        return b""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -298,9 +319,17 @@ class EventStream(Response):
         encoder, generation = self._encoder, self._encoder.generation
         if first := encoder.begin():
             yield first
+        reading, seconds, alive, read = encoder.shows_progress, 0.0, self._service.settings.keep_alive, -1
         while generation.left:
-            parts = await generation.parts(self._service.settings.keep_alive)
-            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive:
+            patience = min(_LOOK, alive) if reading else alive
+            parts = await generation.parts(patience)
+            if reading and (parts or generation.progress.processed > read):
+                read = generation.progress.processed
+                yield encoder.progress()
+            reading = reading and not parts
+            seconds = 0.0 if parts else seconds + patience
+            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive if seconds >= alive else b"":
+                seconds = 0.0
                 yield data
         yield await self._service.work(encoder.end)
 

@@ -15,8 +15,9 @@ from outpace.engine.intake import check_resumable
 from outpace.params import PARAMETERS, Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
-from outpace.server.errors import APIError
-from outpace.server.schema import KNOWN, Body, Items
+from outpace.server.errors import APIError, ContextError
+from outpace.server.fields import TAKEN
+from outpace.server.schema import Body, Items
 from outpace.server.settings import ServerSettings
 
 _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
@@ -31,6 +32,7 @@ class Speculation(Body):
     """Who drafts, how much, and by which rule; ``off``: plain decoding. None of it changes a token (docs/exactness.md)
     but ``acceptance``."""
 
+    own = True
     drafter: str | None = None
     size: int | Literal["auto"] | None = None
     acceptance: Acceptance | None = None
@@ -42,6 +44,7 @@ class Resume(Body):
     """Go on after tokens that this very request has produced: the answer has only what follows them, and the usage and
     the end of the whole one."""
 
+    own = True
     token_ids: Items[int] | Items[Items[int]] = Field(
         description="Of all chunks that came; with several choices a list for each, by index."
     )
@@ -83,7 +86,7 @@ if TYPE_CHECKING:
         stop: str | list[str] | None = None
 else:
     SamplingFields = create_model(
-        "SamplingFields", __base__=Body, **KNOWN, **{name: _field(parameter) for name, parameter in REQUESTED.items()}
+        "SamplingFields", __base__=Body, **TAKEN, **{name: _field(parameter) for name, parameter in REQUESTED.items()}
     )
 
 
@@ -95,6 +98,7 @@ class Parameters(SamplingFields, Formats):
         default=None, description="The answer has its token ids, and the prompt's; chunks have the seed."
     )
     stream: bool | None = None
+    repeat_penalty: float | None = Field(default=None, description="repetition_penalty, as llama.cpp names it.")
     user: str | None = Field(default=None, max_length=512, description="Named in the server's log.")
     speculation: Speculation | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31, description="Higher runs first. Default: 0.")
@@ -115,6 +119,9 @@ class Sampling(Parameters):
     max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        default=None, description="A stream says how much of the prompt was read, as llama.cpp's does."
+    )
 
     @property
     def wants_usage(self) -> bool:
@@ -135,6 +142,8 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     for name, parameter in REQUESTED.items():
         if (value := getattr(body, name)) is not None:
             given[parameter.name] = value
+    if body.repeat_penalty is not None:
+        given.setdefault("repetition_penalty", body.repeat_penalty)
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
     if body.seed is not None and -(2**63) <= body.seed < 0:
@@ -194,40 +203,38 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
 
 
 def check_text(text: str, model: Served, param: str, *, special: bool = False) -> None:
-    """Raise APIError for a text that cannot fit, before it is made tokens. ``special``: it may spell special ones."""
-    if len(text) > model.most_characters or not _few_tokens(text, model, model.info.max_length, special):
-        raise APIError(
-            400, f"the prompt has {len(text)} characters, but the context holds {model.info.max_length} tokens: "
-            "shorten it", param=param, code="context_length_exceeded",
-        )  # fmt: skip
+    """Raise ContextError for a text that cannot fit, before it is made tokens. ``special``: it may spell special
+    ones."""
+    most = model.info.max_length
+    if len(text) > model.most_text:
+        raise ContextError(param, len(text), model.most_text, unit="characters")
+    found = most if len(text) > model.most_characters else _counted(text, model, most, special)
+    if found is not None:
+        raise ContextError(param, found, most, counted=False)
 
 
 def check_size(text: str, model: Served, param: str, most: int, *, special: bool = False) -> None:
-    """The same for a text that need not fit into the context, but has at most about ``most`` tokens."""
-    if len(text) > model.most_text or not _few_tokens(text, model, most, special):
+    """Raise APIError for a text that need not fit into the context, but has more than about ``most`` tokens."""
+    if len(text) > model.most_text or _counted(text, model, most, special) is not None:
         raise APIError(
             400, f"the text has {len(text)} characters: this server makes at most {model.most_text} and {most} tokens "
             "of one", param=param,
         )  # fmt: skip
 
 
-def _few_tokens(text: str, model: Served, most: int, special: bool) -> bool:
-    """Whether a text has at most twice ``most`` tokens, as far as its pieces say: being cut adds a few to thousands. A
-    long text of many tokens takes seconds and hundreds of megabytes; of a piece, neither."""
+def _counted(text: str, model: Served, most: int, special: bool) -> int | None:
+    """How many tokens a text has where its pieces say that these are more than twice ``most`` (being cut adds a few to
+    thousands), up to where that was seen. A long text of many tokens takes seconds and hundreds of megabytes; of a
+    piece, neither."""
     found = 0
     for start in range(0, len(text), _PIECE) if len(text) > _PIECE else ():
         found += len(model.tokenizer.encode(text[start : start + _PIECE], add_special=False, parse_special=special))
         if found > 2 * most:
-            return False
-    return True
+            return found
+    return None
 
 
 def check_length(tokens: I32, model: Served, param: str) -> None:
+    """Raise ContextError for a prompt that leaves no room for an answer."""
     if len(tokens) >= model.info.max_length:
-        raise APIError(
-            400,
-            f"the prompt has {len(tokens)} tokens, but the context holds {model.info.max_length}, the answer included: "
-            "shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise ContextError(param, len(tokens), model.info.max_length)

@@ -13,11 +13,11 @@ from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.formats import Format, format_of
 from outpace.server.conversation.pieces import json_object
 from outpace.server.conversation.tools import ToolChoice, calls_text, choice_name, instructions, result_text
-from outpace.server.schema import Body, Items
+from outpace.server.schema import Body, Items, only
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], only("text")]
     text: str
     cache_control: Any = Field(default=None, description="Changes nothing: prefixes are cached anyway.")
 

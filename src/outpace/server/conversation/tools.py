@@ -11,8 +11,9 @@ from pydantic import Field
 from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.formats import Kind
 from outpace.server.schema import Body
+from outpace.text.schemas import closed
 
-FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 class Function(Body):
@@ -97,13 +98,15 @@ def tool_grammar(
     *,
     parallel: bool = True,
     part: bool = False,
+    close: bool = False,
 ) -> str | None:
     """Lark text (llguidance's) for an answer, or None where nothing binds it. ``tools``: as ``checked`` gives them.
 
     "required" and a named function force calls, in the format of ``kind``; arguments follow their schema (of functions
     that are not ``strict``, as far as the grammar can express it). Under "auto" the answer is bound only where a
     function is strict or ``parallel`` is off: plain text, or text and then calls. A named function is called once.
-    ``part``: an answer without a call must be ``@part``, the grammar of the answer's own format.
+    ``part``: an answer without a call must be ``@part``, the grammar of the answer's own format. ``close``: arguments
+    have no properties that their schema does not name, unless it allows them.
     Raises ParameterError where the choice cannot be honoured.
     """
     name = choice_name(choice, tools)
@@ -123,7 +126,7 @@ def tool_grammar(
     for i, function in enumerate(chosen):
         opening = json.dumps({"name": function["name"]})[:-1] + f', "{key}": '
         rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(_schema(function))}")
+        rules.append(f"arguments_{i}: %json {json.dumps(_schema(function, close))}")
     return "\n".join(rules) + "\n"
 
 
@@ -150,10 +153,10 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(function: Mapping[str, Any], close: bool) -> dict[str, Any]:
     schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
     schema["x-guidance"] = _ONE_LINE | ({} if function.get("strict") else {"lenient": True})
-    return schema
+    return dict(closed(schema)) if close else schema
 
 
 def instructions(kind: Kind, tools: Sequence[Any]) -> str:

@@ -35,8 +35,9 @@ class Work:
     """What an engine is asked: every prompt (token ids int32 [P]) with the same parameters.
 
     ``options``: of ``Engine.prepare``; ``parser``: of a choice's text, by the choice's index; ``trace``: the answer
-    says who wrote it; ``nothing``: only the prompts' log-probabilities are asked for; ``texts``: the prompts, where the
-    answer repeats them; ``resume``: token ids, by choice, that the answer goes on after, ``verify`` the last of them.
+    says who wrote it; ``nothing``: only the prompts' log-probabilities are asked for; ``texts``: the prompts, where
+    the answer repeats them; ``notes``: what of the request changed nothing; ``resume``: token ids, by choice, that
+    the answer goes on after, ``verify`` the last of them.
     """
 
     prompts: list[I32]
@@ -47,6 +48,7 @@ class Work:
     nothing: bool = False
     texts: list[str] = field(default_factory=list)
     user: str | None = None
+    notes: list[str] = field(default_factory=list)
     resume: list[list[int]] | None = None
     verify: bool = False
 
@@ -251,6 +253,15 @@ class Generation:
         return self._running.left
 
     @property
+    def progress(self) -> PromptProgress:
+        """Of reading the prompts."""
+        total, reused, read = self._running.progress
+        read = total if self.first_token_at is not None else read
+        return PromptProgress(
+            total=total, cache=reused, processed=read, time_ms=round(1e3 * (time.perf_counter() - self.began))
+        )
+
+    @property
     def in_order(self) -> list[Result]:
         """The results there are, by choice."""
         return [self.results[index] for index in sorted(self.results)]
@@ -322,6 +333,15 @@ class Speculation(Answer):
     notes: list[str]
 
 
+class PromptProgress(Answer):
+    """As llama.cpp has it: of the prompt's ``total`` tokens ``processed`` are read, of which ``cache`` had been."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class PromptDetails(Answer):
     cached_tokens: int
 
@@ -348,12 +368,12 @@ def usage(generation: Generation) -> Usage:
         completion_tokens=generated,
         total_tokens=prompt + generated,
         prompt_tokens_details=PromptDetails(cached_tokens=reused),
-        speculation=speculation(results),
+        speculation=speculation(results, generation.work.notes),
     )
 
 
-def speculation(results: Sequence[Result]) -> Speculation:
-    """Pooled over the choices."""
+def speculation(results: Sequence[Result], notes: Sequence[str] = ()) -> Speculation:
+    """Pooled over the choices. ``notes``: of the request."""
     steps = sum(result.stats.steps for result in results)
     tokens = sum(result.stats.tokens for result in results)
     return Speculation(
@@ -365,7 +385,7 @@ def speculation(results: Sequence[Result]) -> Speculation:
         tokens_per_step=tokens / steps if steps else 0.0,
         near_ties=sum(result.stats.near_ties for result in results),
         off_because=_off(results),
-        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
+        notes=list(dict.fromkeys([*notes, *(note for result in results for note in result.notes)])),
     )
 
 

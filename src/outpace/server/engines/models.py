@@ -84,12 +84,13 @@ class Served:
         shared = len(settings.api_keys) > 1 if settings.api_keys else not settings.loopback  # by key; by address
         self.admission = Admission(engine.options.max_rows, settings.queue, shared=shared)
         self.most_text = _CHARACTERS * settings.max_values  # characters of any text that is made tokens
+        self.close_schemas = not settings.open_schemas
         self.control = ControlTokens(self.tokenizer, allowed=settings.control_tokens)
 
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles grammars for this model's tokens, made when the first is asked for."""
-        return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids)
+        return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids, close=self.close_schemas)
 
     @cached_property
     def most_characters(self) -> int:

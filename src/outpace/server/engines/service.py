@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from outpace.server.engines.models import Models, Served
 from outpace.server.engines.shares import KEY, Shares, Workers
 from outpace.server.errors import APIError
 from outpace.server.observe.traces import Traces
+from outpace.server.schema import Unknown
 from outpace.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ _LAST = 2.0  # seconds that readers have to take the final error
 
 class Service:
     """``models``: what is served, closed with the service. ``fingerprint``: of a loaded model. ``observers``: metrics,
-    logs, spans. All methods belong to the event loop's thread."""
+    logs, spans. ``spellings``: other names of models, which are not listed. All methods belong to the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Service:
         *,
         fingerprint: Callable[[AsyncEngine], str],
         observers: Sequence[Observer] = (),
+        spellings: Mapping[str, str] | None = None,
     ) -> None:
         self.models, self.settings, self.observers = models, settings, tuple(observers)
         self._fingerprint = fingerprint
@@ -48,6 +51,8 @@ class Service:
         self._workers = Workers(shared=shared)
         self.large = Shares(_LARGE, _LARGE // 2 if shared else _LARGE)  # places of large bodies
         self._served: dict[str, Served] = {}
+        self.unknown = Unknown(refused=settings.strict_fields)
+        self._spellings = {**(spellings or {}), **dict.fromkeys(settings.aliases, models.names()[0])}
         self._generations: set[Generation] = set()
         self.inside = self.came = 0  # requests that are prepared, wait or run; and ever were
         self._loading: set[asyncio.Timeout] = set()  # of requests that wait for their model
@@ -96,6 +101,22 @@ class Service:
             generation.held = held.pop_all()
             return generation
 
+    def names(self) -> list[str]:
+        """What the models are called, the usual names first."""
+        return list(dict.fromkeys((*self.models.names(), *self.settings.aliases)))
+
+    def named(self, name: str | None) -> str:
+        """The usual name of the model that a request calls so. Raises APIError (404) where there is none."""
+        names = self.models.names()
+        if name in names:
+            return name
+        if name is None or self.settings.any_name:
+            return self._spellings.get(name or "", names[0])
+        if name in self._spellings:
+            return self._spellings[name]
+        there = ", ".join(self.names())
+        raise APIError(404, f"the model {name!r} is not served: use {there}", param="model", code="model_not_found")
+
     async def admitted(self, name: str | None, held: AsyncExitStack) -> Served:
         """The model of that name for what asks no engine: leased, with a place of the queue's, until ``held`` closes.
         Raises APIError (404, 429, 503)."""
@@ -117,11 +138,7 @@ class Service:
 
     async def model(self, name: str | None, held: AsyncExitStack) -> Served:
         """The model of that name, leased until ``held`` closes. Raises APIError (404) for one that there is not."""
-        names = self.models.names()
-        name = names[0] if name is None else name
-        if name not in names:
-            there = ", ".join(names)
-            raise APIError(404, f"the model {name!r} is not served: use {there}", param="model", code="model_not_found")
+        name = self.named(name)
         serving = await self._leased(name, held)
         known = self._served.get(name)
         if known is None or known.serving is not serving:
