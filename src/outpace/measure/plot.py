@@ -1,9 +1,10 @@
-"""A picture of what ``outpace bench`` measured: decode speed by drafter and category, acceptance by position."""
+"""Pictures of what ``outpace bench`` measured, decode speed by drafter and category and acceptance by position, and of
+what ``outpace plan`` expects."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.common.files import StrPath, check_writable, write_bytes
 from outpace.common.installing import install
 from outpace.errors import MissingExtraError, ParameterError
+from outpace.measure.plan import Planned, best
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +60,25 @@ def draw(path: StrPath, value: Mapping[str, Any]) -> None:
     figure.suptitle(
         f"{value['model']}, {value['backend']} {value['dtype']}, {configs[0]['prompts']} answers", fontsize=10
     )
+    save(figure, path)
+
+
+def draw_plan(path: StrPath, planned: Sequence[Planned], title: str) -> None:
+    """Draw the speed of each size of drafts. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    sizes, top = [each.size for each in planned], best(planned)
+    axes.plot(sizes, [each.speed for each in planned], marker="o", label="speed: plain decoding is 1")
+    axes.plot(sizes, [each.tokens for each in planned], linestyle="--", label="tokens a step")
+    axes.plot(sizes, [each.step for each in planned], linestyle=":", label="a step's time: a plain one is 1")
+    axes.annotate(f"{top.speed:.2f} at {top.size}", (top.size, top.speed), (0, 8), textcoords="offset points")
+    axes.set_xlabel("tokens drafted a step")
+    axes.set_xticks(sizes)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
