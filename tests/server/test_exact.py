@@ -25,7 +25,7 @@ ASKED: list[dict[str, Any]] = [  # as a request spells it
     {"temperature": 0.9, "n": 3, "top_p": 0.8, "bad_words": ["the"], **LOGPROBS},
     {"temperature": 0, "stop": ["green"], "include_stop_str_in_output": True, "logprobs": True},
     {"temperature": 0.6, "stop_token_ids": [30, 28], "ignore_eos": True, "skip_special_tokens": False},
-    {"temperature": 1, "seed": -1, "frequency_penalty": -0.4, "max_completion_tokens": 9},
+    {"temperature": 1, "seed": -2, "frequency_penalty": -0.4, "max_completion_tokens": 9},
 ]
 EACH: dict[str, list[Any]] = {  # what may go with anything else
     "temperature": [0, 0.7, 1.3], "top_p": [0.9], "top_k": [30], "min_p": [0.03], "top_n_sigma": [2.5],

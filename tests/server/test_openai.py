@@ -294,3 +294,13 @@ def test_embeddings_are_refused_by_name(demo: Running) -> None:
     error = demo.answer("/v1/embeddings", {"input": "x", "model": "demo"}, 400)["error"]
     assert (error["param"], error["code"]) == ("model", "unsupported_model")
     assert "'demo' writes text" in error["message"]
+
+
+def test_a_seed_of_minus_one_is_drawn(demo: Running) -> None:
+    """As in llama.cpp and vLLM; the answer names it."""
+    seeds = {
+        demo.answer(CHAT, {"messages": ASK, "max_tokens": 1, "seed": -1, "return_token_ids": True})["seed"]
+        for _ in range(3)
+    }
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**53 for seed in seeds)

@@ -146,7 +146,9 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
         given.setdefault("repetition_penalty", body.repeat_penalty)
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
-    if body.seed is not None and -(2**63) <= body.seed < 0:
+    if body.seed == -1:  # llama.cpp and vLLM draw one for it
+        del given["seed"]
+    elif body.seed is not None and -(2**63) <= body.seed < 0:
         given["seed"] = body.seed % 2**64
     params = SamplingParams(**given)
     if body.resume is not None and any(body.resume.token_ids):
