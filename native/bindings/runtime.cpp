@@ -186,6 +186,7 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
         .def("kv_reachable", [](Model& x, int row, int n) { return locked(x, [&](KV& kv) { return kv.reachable(row, n); }); })
+        .def("kv_keep", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.keep(row); }); })
         .def_prop_ro("recurrent", [](Model& x) { return x.kv().states().shape().layers > 0; })
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
         .def("kv_compact",

@@ -111,18 +111,22 @@ void RecurrentStates::fork(int src, int dst, int n) {
     }
     copy.window.fit(shape_, n - copy.base);
     at(dst) = std::move(copy);
-    snap(dst);  // who begins like it may, too
+    snap(dst, true);  // who begins like it may, too
 }
 
 int64_t RecurrentStates::fork_bytes(int src, int n) const { return n > 0 ? window_bytes(n - std::min(base(src), n)) : 0; }
 
-void RecurrentStates::snap(int row) {
+void RecurrentStates::keep(int row) {
+    for (Snapshot& each : snapshots_) each.kept = each.kept || (each.row == row && each.base == base(row));
+}
+
+void RecurrentStates::snap(int row, bool kept) {
     const Row& r = at(row);
     const auto there = at_most(row, r.base);
     if (!r.state || (there != snapshots_.end() && there->base == r.base)) return;
     Window tail = r.window;
     tail.fit(shape_, 0);
-    snapshots_.push_back({row, r.base, r.state, std::move(tail)});
+    snapshots_.push_back({row, r.base, kept, r.state, std::move(tail)});
     while (snapshot_bytes(false) > kSnapshots * shape_.bytes()) snapshots_.pop_front();
 }
 
@@ -216,7 +220,7 @@ void RecurrentStates::end(Step& step) {
     if (!r.reads) return;
     // What a prompt's next part makes out of date: unless it is far from the one before.
     const auto last = went_on ? at_most(step.row, r.base - 1) : snapshots_.cend();
-    if (last != snapshots_.cend()) {
+    if (last != snapshots_.cend() && !last->kept) {
         const auto before = at_most(step.row, last->base - 1);
         if (last->base - (before == snapshots_.cend() ? 0 : before->base) < kSnapshotEvery) snapshots_.erase(last);
     }

@@ -86,6 +86,7 @@ public:
     void truncate(int row, int n);            // to such a one
     void compact(int row, int start, const int32_t* keep, int n);  // its tokens from `start` on, which is reachable
     void fork(int src, int dst, int n);       // `n` is reachable
+    void keep(int row);                       // what a prompt that has been read so far leaves stays when it is read on
 
     int64_t growth(int row, int64_t n) const;      // bytes for n more positions
     int64_t bytes_for(int64_t positions) const;
@@ -112,6 +113,7 @@ private:
     };
     struct Snapshot {
         int row, base;
+        bool kept;  // it stays when the row reads on
         State state;
         Window window;  // without tokens
     };
@@ -123,7 +125,7 @@ private:
     int64_t window_bytes(int64_t tokens) const {  // at most, once `fit`
         return (std::max<int64_t>(kLeastRoom, std::min<int64_t>(tokens, kPending)) + shape_.taps - 1) * shape_.token_bytes();
     }
-    void snap(int row);
+    void snap(int row, bool kept = false);
 
     const StateShape shape_;
     int sharers(const Row& row) const;  // rows that have its state

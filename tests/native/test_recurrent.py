@@ -316,3 +316,21 @@ def test_a_convolution_the_other_way_round_is_refused(folder: Path, tmp_path: Pa
     save_file({**tensors, name: np.ascontiguousarray(tensors[name].T)}, tmp_path / "m/model.safetensors")
     with pytest.raises(ModelError, match=r"conv1d.weight is \[4, 1, 192\], but must be \[192, 4\]"):
         load_native(tmp_path / "m")
+
+
+def test_prompts_that_part_share_what_they_have_in_common_from_the_third_on(
+    folder: Path, rng: np.random.Generator
+) -> None:
+    system = rng.integers(0, 120, 150).tolist()
+    prompts = [system + rng.integers(0, 120, 40).tolist() for _ in range(5)]
+    plain = Engine(load_native(folder, threads=1), prefix_rows=0)
+    with Engine(load_native(folder, threads=1), max_rows=2, prefix_rows=8, prefill_chunk=64) as engine:
+        reused = []
+        for prompt in prompts:
+            params = SamplingParams(max_tokens=6)
+            engine.add(prompt, params)
+            (result,) = finished(engine).values()
+            reused.append(result.stats.reused_tokens)
+            assert result.token_ids == plain.generate(prompt, params).token_ids
+    assert reused[:2] == [0, 0]
+    assert all(each >= 149 for each in reused[2:])

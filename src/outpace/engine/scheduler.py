@@ -71,6 +71,7 @@ def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> lis
     return counts
 
 
+_APART = 64  # positions that are worth a state kept where rows part; recurrent layers' alone
 PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
 
 
@@ -402,7 +403,11 @@ class Scheduler:
             return Plan(decoding, [], failed)
         owners, budget = len({s.request.owner for s in self.running}), self.pace.budget(bool(decoding))
         counts = shares([(s.request.owner, s.length - 1 - s.cached) for s in filling], owners, budget)
-        chunks = [Chunk(s, s.cached, count) for s, count in zip(filling, counts, strict=True) if count]
+        chunks = [
+            Chunk(s, s.cached, min(count, s.branch - s.cached) if s.cached < s.branch else count)
+            for s, count in zip(filling, counts, strict=True)
+            if count
+        ]
         return Plan(decoding, chunks, failed)
 
     def _fits(self, plan: Plan) -> bool:
@@ -525,12 +530,13 @@ class Scheduler:
         shares = sequence.request.reuse_prefix and sequence.request.params.prompt_logprobs is None
         scope = sequence.request.cache_scope
         best: tuple[tuple[int, Sequence | None], int] = ((-1, None), 0)
-        soon = 0
+        soon = alike = 0
         for other in self.running:
             sibling = other.request is sequence.request
             if not sibling and not (shares and other.request.reuse_prefix and other.request.cache_scope == scope):
                 continue
             common, least = common_prefix(begin, other.tokens[: other.length - 1]), 1 if sibling else PIECE
+            alike = max(alike, min(common, other.cached))
             if (ready := self._kv.reachable(other.row, min(common, other.cached))) > best[1] and ready >= least:
                 best = (other.row, other), ready
             # Recurrent layers can be cut where a prompt ends, not within it.
@@ -538,8 +544,11 @@ class Scheduler:
                 soon = max(soon, common)
         if shares and self.prefixes.most:
             row, shared = self.prefixes.find(begin, scope)
+            alike = max(alike, shared)
             if shared and (shared := self._kv.reachable(row, shared)) > best[1]:
                 best = (row, None), shared
+        parts = self._kv.recurrent and alike - best[1] >= _APART
+        sequence.branch = alike if parts else 0  # who comes next can share so much
         return best[0], best[1], soon > best[1]
 
     def _has_room(self, sequence: Sequence, donor: int, shared: int) -> bool:

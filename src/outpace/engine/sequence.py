@@ -81,6 +81,7 @@ class Sequence:
         self.listens = self.observes = self.reads = False
         self.ranks = 0
         self.ruled = bool(chooser.rules)
+        self.branch = 0  # where its beginning parts from another row's that could not be shared so far
         self.cached = 0  # positions whose KV is written
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None

@@ -354,6 +354,8 @@ def commit(step: Step, outcomes: list[Outcome], ends: list[Extension]) -> None:
         if chunk.wanted:
             scored = [*(scored or [None]), *step.logprobs[len(outcomes) + j]]  # the first token follows nothing
         sequence.cached, sequence.prompt_logprobs = cached, scored
+        if cached == sequence.branch:
+            core.model.kv.keep(sequence.row)
 
 
 def hidden_states(step: Step, ends: SequenceOf[Extension]) -> dict[int, HiddenStates]:

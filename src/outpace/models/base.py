@@ -257,6 +257,9 @@ class KVCache(Protocol):
         """
         return min(max(n, 0), self.length(row))
 
+    def keep(self, row: int) -> None:
+        """Where ``row``, whose prompt is being read, ends now stays reachable when it is read on, if memory allows."""
+
     def truncate(self, row: int, n: int) -> None:
         """Keep the first ``n`` positions of ``row``, which can be cut there (``reachable``).
 

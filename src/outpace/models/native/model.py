@@ -54,6 +54,9 @@ class NativeKV(KVCache):
     def reachable(self, row: int, n: int) -> int:
         return self._live().kv_reachable(row, n)
 
+    def keep(self, row: int) -> None:
+        self._live().kv_keep(row)
+
     def truncate(self, row: int, n: int) -> None:
         self._live().kv_truncate(row, n)
 
