@@ -149,7 +149,7 @@ def nonsense(dice: random.Random) -> bytes:
         (
             lambda: whole[: dice.randrange(len(whole))],
             lambda: dice.randbytes(dice.randrange(1, 200)) + b"\xff",
-            lambda: json.dumps({**good, f"field{dice.randrange(1000)}": 1}).encode(),
+            lambda: json.dumps({**good, dice.choice(("presence_penalti", "min_tokns")): 1}).encode(),
             lambda: json.dumps({**good, "messages": dice.choice((None, "x", [], 7, [{}], [{"role": "x"}]))}).encode(),
             lambda: json.dumps({**good, "max_tokens": dice.choice((-2, "4", 1.5, True, [], 10**30))}).encode(),
             lambda: json.dumps({**good, "temperature": dice.choice((-1, "1", [], 10**400, True))}).encode(),

@@ -217,8 +217,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         fused: dict[str, list[str]] = {}
         dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
         attends = family.delta is None or i % 2 == 1
-        parts = families.MATRICES if dense else ("q", "k", "v", "o")
-        for part in parts if attends else ("gate", "up", "down"):
+        parts = [part for part in families.MATRICES if dense or part in ("q", "k", "v", "o")]
+        for part in parts if attends else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
             cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)

@@ -259,6 +259,7 @@ class KVCache(Protocol):
 
     def keep(self, row: int) -> None:
         """Where ``row``, whose prompt is being read, ends now stays reachable when it is read on, if memory allows."""
+        return
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first ``n`` positions of ``row``, which can be cut there (``reachable``).

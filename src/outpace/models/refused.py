@@ -20,7 +20,7 @@ _IMAGE_GGUF = frozenset(
 RECURRENT = frozenset(
     (
         "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h",
-        "nemotron_h_moe", "plamo2", "qwen3next", "qwen35", "qwen35moe", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
+        "nemotron_h_moe", "plamo2", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
