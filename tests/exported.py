@@ -28,15 +28,20 @@ def export(
     writer.add_block_count(config.num_hidden_layers + (head is not None))
     if head is not None:
         writer.add_nextn_predict_layers(1)
-    writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    if architecture == "lfm2":
+        inner = model.model.layers[0].feed_forward.w1.out_features
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "num_key_value_heads"):
-        writer.add_head_count_kv(config.num_key_value_heads)
+        kinds, keys = getattr(config, "layer_types", None) or [], config.num_key_value_heads
+        writer.add_head_count_kv([keys * (kind != "conv") for kind in kinds] if "conv" in kinds else keys)
         writer.add_key_length(width)
         writer.add_value_length(width)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    eps = getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None))
+    if eps is not None:
+        writer.add_layer_norm_rms_eps(eps)
     else:
         writer.add_layer_norm_eps(1e-5)
     if rope := getattr(config, "rope_parameters", None):
@@ -60,6 +65,8 @@ def export(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     if architecture in ("qwen35", "qwen35moe"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -124,6 +131,8 @@ def export(
         if name.startswith("blk."):
             writer.add_tensor(name, np.ascontiguousarray(values))
             continue
+        if "conv.conv" in name:
+            values = values[:, 0]
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
         if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):

@@ -56,9 +56,19 @@ DeltaNet delta_of(const nb::dict& d) {
     return net;
 }
 
+ShortConv conv_of(const nb::dict& d) {
+    ShortConv conv{};
+    read<int, ShortConv>(d, conv, {{"taps", &ShortConv::taps}});
+    read<Matrix, ShortConv>(d, conv, {{"in", &ShortConv::in}});
+    read<std::vector<float>, ShortConv>(d, conv, {{"convolution", &ShortConv::convolution}});
+    if (conv.taps < 1) throw std::invalid_argument("a short convolution has no taps");
+    return conv;
+}
+
 Layer layer_of(const Named& d) {
     Layer l{};
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
+    if (d.contains("conv")) l.conv = conv_of(nb::cast<nb::dict>(d["conv"]));
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},

@@ -65,12 +65,12 @@ static void delta_step(const DeltaToken& token, const float* from, int rows, flo
         delta_token<false>(token, from, rows, nullptr);
 }
 
-// out[i] = silu(sum of w[j * stride + i] * x[j][i] over the taps, the oldest first), n a multiple of 16.
-static void convolve(const float* const* x, const float* w, int stride, int taps, int n, float* out) {
+// out[i] = sum of w[j * stride + i] * x[j][i] over the taps, the oldest first, or silu of it; n a multiple of 16.
+static void convolve(const float* const* x, const float* w, int stride, int taps, int n, bool activated, float* out) {
     for (int i = 0; i < n; i += 16) {
         F total = mul(load(w + i), load(x[0] + i));
         for (int j = 1; j < taps; ++j) total = fma(load(w + static_cast<int64_t>(j) * stride + i), load(x[j] + i), total);
-        store(out + i, silu(total));
+        store(out + i, activated ? silu(total) : total);
     }
 }
 

@@ -99,7 +99,7 @@ struct Kernels {
     void (*merge_parts)(const AttentionJob& job);
 
     // Recurrent layers; see delta.h. `to` may be `from`.
-    void (*convolve)(const float* const* x, const float* w, int stride, int taps, int n, float* out);
+    void (*convolve)(const float* const* x, const float* w, int stride, int taps, int n, bool activated, float* out);
     void (*delta_replay)(const float* from, const float* key, const float* update, float decay, int rows, float* to);
     void (*delta_step)(const DeltaToken& token, const float* from, int rows, float* to);
 

@@ -33,7 +33,7 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
         if (l.embed_norm.empty() || l.join.data)
-            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a});
+            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
         else
             encode_joined(me, t, l);
     }
@@ -58,7 +58,8 @@ bool Model::Run::layer(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
 
-    if (l.delta.key_heads > 0 ? !recurrence(me, l, index) : !attend(me, l, index)) return false;
+    if (!(l.delta.key_heads > 0 ? recurrence(me, l, index) : l.conv.taps > 0 ? short_conv(me, l, index) : attend(me, l, index)))
+        return false;
     if (!meet(me)) return false;
     clock(me, kAttention);
 

@@ -54,7 +54,9 @@ StateShape states_of(const Weights& weights) {
     StateShape shape;
     for (const Layer& l : weights.layers)
         if (const DeltaNet& d = l.delta; d.key_heads > 0)
-            shape = {shape.layers + 1, d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps};
+            shape = {shape.layers + 1, d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps, 0};
+        else if (l.conv.taps > 0)
+            shape = {shape.layers + 1, 0, 0, 0, 0, l.conv.taps, weights.config.hidden};
     return shape;
 }
 
@@ -77,7 +79,7 @@ Model::Model(
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
     int attend = 0, recur = 0;
-    for (const Layer& l : weights_->layers) places_.push_back(l.delta.key_heads > 0 ? recur++ : attend++);
+    for (const Layer& l : weights_->layers) places_.push_back(l.recurs() ? recur++ : attend++);
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
         key_scale_.assign(static_cast<size_t>(dim), 1.0f / std::sqrt(static_cast<float>(dim)));
         query_scale_.assign(static_cast<size_t>(dim), 1.0f / static_cast<float>(dim));
@@ -99,7 +101,7 @@ void Model::fit_scratch() {
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
-                 &l.delta.z, &l.delta.b, &l.delta.a, &l.join})
+                 &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -111,7 +113,7 @@ void Model::fit_scratch() {
         }
         s.heads.need(l.o.acts(), l.o.groups);
         if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
-        s.q.need(chunk(std::max(l.q.out_padded(), l.delta.qkv.out_padded())));
+        s.q.need(chunk(std::max({l.q.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
         s.a.need(chunk(l.delta.a.out_padded()));

@@ -1,4 +1,5 @@
-// Layers of gated delta nets: their convolution and gates, and the states that a chunk's tokens go through.
+// Recurrent layers: short convolutions, which keep inputs alone; gated delta nets, with their convolution and gates, and the
+// states that a chunk's tokens go through.
 //
 // A value head's tiles are one thread's, and a tile is read and written once whatever the width: what the row keeps from the
 // last forward is replayed, tokens that are sure are gone over, and those that may be taken back start from there, each node of a
@@ -89,18 +90,32 @@ void Model::end_pass() {
     recurrences_.clear();
 }
 
-// Inputs of token t's convolution, the oldest first.
-void Model::Run::taps(const Layer& l, int place, const Recurrence& of, int t, const float** inputs) const {
+// Inputs of token t's convolution, the oldest first; `own` [tokens][stride]: those of this pass.
+void Model::Run::taps(const float* own, size_t stride, int place, const Recurrence& of, int t, const float** inputs) const {
     const StateShape& shape = m_.kv_.states().shape();
     int token = t, before = of.step.window->count();
     for (int j = shape.taps - 1; j >= 0; --j) {
         if (token >= 0) {
-            inputs[j] = product_in(s_.q, token, l.delta.qkv);
+            inputs[j] = own + static_cast<size_t>(token) * stride;
             token = m_.parents_[static_cast<size_t>(token)];
         } else {
             inputs[j] = of.step.window->inputs(shape, place, --before);
         }
     }
+}
+
+// Of channels [from, from + width): inputs that the next forward's first tokens read, of all that is kept, and of the last that
+// is sure, or was before.
+void Model::Run::remember(int place, const Recurrence& of, int t, const float* const* inputs, int from, int width) const {
+    const StateShape& shape = m_.kv_.states().shape();
+    const int keep = shape.taps - 1, index = t - of.first - of.step.settled;  // among those that are kept
+    const auto put = [&](int token, const float* x) {
+        std::memcpy(of.step.next->inputs(shape, place, token) + from, x + from, static_cast<size_t>(width) * 4);
+    };
+    if (index >= -keep) put(index, inputs[keep]);
+    if (t == of.first)
+        for (int j = 0; j < keep; ++j)
+            if (const int token = index - keep + j; token >= -keep) put(token, inputs[j]);
 }
 
 // Convolutions of all heads, norms of queries and keys, a value head's rates; what the row is to keep of it.
@@ -116,20 +131,13 @@ void Model::Run::convolve(const Seat& me, const Layer& l, int place) {
         while (t >= of->first + of->step.settled + of->step.kept) ++of;
         const int value = head - 2 * d.key_heads, width = value < 0 ? d.key_dim : d.value_dim;
         const int from = value < 0 ? head * d.key_dim : 2 * d.key_heads * d.key_dim + value * d.value_dim;
-        taps(l, place, *of, t, inputs);
+        taps(s_.q.get(), static_cast<size_t>(d.qkv.out_padded()), place, *of, t, inputs);
+        remember(place, *of, t, inputs, from, width);
         Window& next = *of->step.next;
         const int index = t - of->first - of->step.settled;  // among those that are kept
-        // Inputs that the next forward's first tokens read: of all that is kept, and of the last that is sure, or was before.
-        const auto remember = [&](int token, const float* x) {
-            std::memcpy(next.inputs(shape, place, token) + from, x + from, static_cast<size_t>(width) * 4);
-        };
-        if (index >= -keep) remember(index, inputs[keep]);
-        if (t == of->first)
-            for (int j = 0; j < keep; ++j)
-                if (const int token = index - keep + j; token >= -keep) remember(token, inputs[j]);
         for (int j = 0; j <= keep; ++j) inputs[j] += from;
         float* out = s_.convolved.get() + static_cast<size_t>(t) * static_cast<size_t>(channels) + from;
-        k_.convolve(inputs, d.convolution.data() + from, channels, shape.taps, width, out);
+        k_.convolve(inputs, d.convolution.data() + from, channels, shape.taps, width, true, out);
         if (value < 0) {  // x / sqrt(sum of squares + 1e-6), queries times key_dim^-0.5
             const std::vector<float>& scale = head < d.key_heads ? m_.query_scale_ : m_.key_scale_;
             k_.rmsnorm(out, scale.data(), 1e-6f / static_cast<float>(d.key_dim), d.key_dim, out);
@@ -207,6 +215,38 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
             k_.encode(acts, line, used, l.o.groups, encoded, n_, t);
         }
     }
+}
+
+bool Model::Run::short_conv(Seat& me, const Layer& l, int index) {
+    const int place = m_.places_[static_cast<size_t>(index)], hidden = c_.hidden, taps_there = l.conv.taps;
+    products(me, index, {{&l.conv.in, s_.q.get()}});
+    if (!meet(me)) return false;
+    clock(me, kQkv);
+
+    Part part = me.of(n_);
+    for (int t = part.begin; t < part.end; ++t) {
+        const float *before = product_in(s_.q, t, l.conv.in), *x = before + 2 * hidden;
+        float* own = s_.convolved.get() + static_cast<size_t>(t) * static_cast<size_t>(hidden);
+        for (int i = 0; i < hidden; ++i) own[i] = times(before[i], x[i]);
+    }
+    if (!meet(me)) return false;
+    clock(me, kRope);
+
+    part = me.of(n_);
+    const float* inputs[kMostTaps];
+    const Recurrence* of = m_.recurrences_.data();
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    for (int t = part.begin; t < part.end; ++t) {
+        while (t >= of->first + of->step.settled + of->step.kept) ++of;
+        taps(s_.convolved.get(), static_cast<size_t>(hidden), place, *of, t, inputs);
+        remember(place, *of, t, inputs, 0, hidden);
+        k_.convolve(inputs, l.conv.convolution.data(), hidden, taps_there, hidden, false, line);
+        const float* behind = product_in(s_.q, t, l.conv.in) + hidden;
+        for (int i = 0; i < hidden; ++i) line[i] = times(behind[i], line[i]);
+        std::fill(line + hidden, line + l.o.in_padded(), 0.0f);
+        k_.encode(l.o.acts(), line, 0, l.o.groups, s_.heads.get(l.o.acts()), n_, t);
+    }
+    return true;
 }
 
 bool Model::Run::recurrence(Seat& me, const Layer& l, int index) {

@@ -218,7 +218,9 @@ private:
 
     // Of a recurrent layer; recurrent.cpp.
     bool recurrence(Seat& me, const Layer& l, int index);
-    void taps(const Layer& l, int place, const Recurrence& of, int t, const float** inputs) const;
+    void taps(const float* own, size_t stride, int place, const Recurrence& of, int t, const float** inputs) const;
+    void remember(int place, const Recurrence& of, int t, const float* const* inputs, int from, int width) const;
+    bool short_conv(Seat& me, const Layer& l, int index);
     void convolve(const Seat& me, const Layer& l, int place);
     void go_over(const Seat& me, const Layer& l, int place, const Recurrence& of, int head);
 

@@ -54,6 +54,14 @@ void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config
     fits(d.norm, d.value_dim, true, "a recurrent layer's norm");
 }
 
+void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const Config& c) {
+    if (conv.taps != first.taps || conv.taps < 1 || conv.taps > kMostTaps || c.hidden % 16 != 0)
+        throw std::invalid_argument("short convolutions' sizes do not fit together");
+    fits(conv.in, 3 * c.hidden, c.hidden, "a short convolution's matrix");
+    fits(l.o, c.hidden, c.hidden, "a short convolution's output matrix");
+    fits(conv.convolution, conv.taps * c.hidden, true, "a convolution");
+}
+
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
@@ -65,6 +73,7 @@ void check(const Weights& w) {
     fits(w.final_norm, c.hidden, true, "the final norm");
     const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
     const DeltaNet* recurrent = nullptr;
+    const ShortConv* convolved = nullptr;
     bool attends = false;
     for (const Layer& l : w.layers) {
         const int read = l.embed_norm.empty() || l.join.data ? c.hidden : 2 * c.hidden;
@@ -73,6 +82,9 @@ void check(const Weights& w) {
         if (l.delta.key_heads > 0) {
             if (!recurrent) recurrent = &l.delta;
             fits(l.delta, *recurrent, l, c);
+        } else if (l.conv.taps > 0) {
+            if (!convolved) convolved = &l.conv;
+            fits(l.conv, *convolved, l, c);
         } else {
             attends = true;
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
@@ -108,6 +120,7 @@ void check(const Weights& w) {
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
+    if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
     for (const auto& [frequencies, scale] : w.ropes)
         if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
             throw std::invalid_argument("a rope table does not fit the head size");
@@ -130,7 +143,7 @@ size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.join})
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
             bytes += m->bytes();
     return bytes;
 }

@@ -40,12 +40,21 @@ struct DeltaNet {
     std::vector<float> norm;           // [value_dim]
 };
 
+// A short convolution between two gates, in the place of attention.
+struct ShortConv {
+    int taps = 0;                    // 0: the layer has none
+    Matrix in;                       // [3 hidden, hidden]: the gate before it, the one behind it, what goes through
+    std::vector<float> convolution;  // [taps][hidden], the oldest first
+};
+
 // Vectors that are empty are left out of the computation.
 struct Layer {
     Matrix q, k, v, o;
     Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one
     Experts experts;
     DeltaNet delta;  // with it, there are no q, k, v
+    ShortConv conv;  // as with it
+    bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
     std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]

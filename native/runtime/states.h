@@ -26,9 +26,10 @@ struct StateShape {
     int layers = 0;  // recurrent ones; 0: the model has none
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
     int taps = 0;  // of the convolution: a token's own inputs and those of the taps - 1 before it
+    int width = 0;  // of a convolution that is all there is
     int keys() const { return key_heads * key_dim; }
     int values() const { return value_heads * value_dim; }
-    int channels() const { return 2 * keys() + values(); }  // of the convolution: queries, keys, values
+    int channels() const { return key_heads > 0 ? 2 * keys() + values() : width; }  // of the convolution: queries, keys, values
     size_t layer() const { return static_cast<size_t>(values()) * static_cast<size_t>(key_dim); }  // floats of a layer's states
     size_t state() const { return static_cast<size_t>(layers) * layer(); }
     int64_t bytes() const { return static_cast<int64_t>(state()) * 4; }

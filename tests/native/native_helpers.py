@@ -109,7 +109,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_embedding_length(s["hidden"])
     out.add_feed_forward_length(s["inner"])
     out.add_head_count(s["heads"])
-    out.add_head_count_kv(s["kv_heads"])
+    attends = [i % 2 == 1 or architecture not in ("lfm2", "qwen35", "qwen35moe") for i in range(s["layers"])]
+    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if architecture == "lfm2" else s["kv_heads"])
     out.add_key_length(s["head_dim"])
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
@@ -158,6 +159,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_expert_count(s["experts"])
         out.add_expert_used_count(s["used"])
         out.add_expert_feed_forward_length(s["expert_inner"])
+    if family.conv is not None:
+        out.add_shortconv_l_cache(3)
     if family.delta is not None:
         out.add_ssm_conv_kernel(4)
         out.add_ssm_state_size(16)
@@ -200,7 +203,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
 
     q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
-    vector("output_norm.weight", hidden)
+    vector(f"{family.outer['final_norm'][0]}.weight", hidden)
     sizes = {
         "q": 2 * q if family.gated else q,
         "k": kv,
@@ -216,20 +219,24 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     for i in range(s["layers"]):
         fused: dict[str, list[str]] = {}
         dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
-        attends = family.delta is None or i % 2 == 1
         parts = [part for part in families.MATRICES if dense or part in ("q", "k", "v", "o")]
-        for part in parts if attends else [part for part in parts if part not in ("q", "k", "v", "o")]:
+        for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
             cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
             matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), cols)
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
-            if part in family.layer and (attends or not part.startswith(("q_", "k_"))):
+            if part in family.layer and (attends[i] or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if family.mixture is not None and not dense:
             experts(i, family.mixture)
-        if family.delta is not None and not attends:
+        if family.delta is not None and not attends[i]:
             net(i, family.delta)
+        if family.conv is not None and not attends[i]:
+            matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)
+            matrix(f"blk.{i}.{family.conv.matrices['o'][0]}.weight", hidden, hidden)
+            values = rng.normal(0, 0.5, (hidden, 3)).astype(np.float32)
+            out.add_tensor(f"blk.{i}.{family.conv.convolution[0][0]}", values)
         if architecture == "gpt-oss":
             vector(f"blk.{i}.attn_output.bias", hidden, 0.0)
         if architecture in ("qwen2", "qwen2moe", "gpt-oss"):

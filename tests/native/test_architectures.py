@@ -125,6 +125,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
     }),
+    "lfm2": ("Lfm2", {
+        "num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "block_multiple_of": 16, "intermediate_size": 200, "tie_word_embeddings": False,
+    }),
+    "lfm2-tied": ("Lfm2", {
+        "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 4,
+    }),
     "qwen3_5-odd": ("Qwen3_5", {
         "head_dim": 16, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_key_head_dim": 48, "linear_value_head_dim": 96, "linear_num_key_heads": 1,

@@ -29,9 +29,17 @@ PATHS = ([0, 2, 5], [0, 1, 3, 6], [8], [])
 KEPT = 64  # kPending in native/runtime/states.h
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gated delta nets; short convolutions."""
     path = tmp_path_factory.mktemp("hybrid")
+    saved(request.param, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("net")
     saved("qwen3_5", path)
     return path
 
@@ -301,16 +309,16 @@ def test_what_was_settled_is_not_taken_apart(folder: Path, rng: np.random.Genera
         ({"architectures": 5}, "is not one of"),
     ],
 )
-def test_other_descriptions_are_refused(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "m")
+def test_other_descriptions_are_refused(change: dict[str, Any], message: str, net: Path, tmp_path: Path) -> None:
+    shutil.copytree(net, tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
     (tmp_path / "m/config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         load_native(tmp_path / "m")
 
 
-def test_a_convolution_the_other_way_round_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "m")
+def test_a_convolution_the_other_way_round_is_refused(net: Path, tmp_path: Path) -> None:
+    shutil.copytree(net, tmp_path / "m")
     tensors = load_file(tmp_path / "m/model.safetensors")
     name = "model.layers.0.linear_attn.conv1d.weight"
     save_file({**tensors, name: np.ascontiguousarray(tensors[name].T)}, tmp_path / "m/model.safetensors")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ REFUSED = {
     "use_bidirectional_attention": "it attends in both directions",
     "clip_qkv": "it clips queries, keys and values",
     "use_bias": "its products have biases",
+    "conv_bias": "its convolutions have biases",
 }
 
 
@@ -85,6 +87,13 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Short convolutions over so many ``taps``, as wide as the model."""
+
+    taps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A decoder's shape and arithmetic; weights not included."""
 
@@ -108,8 +117,8 @@ class Decoder:
     tied: bool  # the head is the embedding
     experts: Experts | None = None
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
-    delta: DeltaNet | None = None
-    recurrent: tuple[bool, ...] = ()  # which layers are such nets; empty: none
+    recurrence: DeltaNet | ShortConv | None = None
+    recurrent: tuple[bool, ...] = ()  # which layers are such; empty: none
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
@@ -127,9 +136,9 @@ class Decoder:
         """What a layer's feed-forward is a mixture of; None: it is dense."""
         return self.experts if self.mixed and (layer >= self.layers or self.mixed[layer]) else None
 
-    def state(self, layer: int) -> DeltaNet | None:
-        """The net that a layer is in the place of attention; None: it attends."""
-        return self.delta if layer < len(self.recurrent) and self.recurrent[layer] else None
+    def state(self, layer: int) -> DeltaNet | ShortConv | None:
+        """What a layer has in the place of attention; None: it attends."""
+        return self.recurrence if layer < len(self.recurrent) and self.recurrent[layer] else None
 
     @property
     def attends(self) -> int:
@@ -141,7 +150,9 @@ class Decoder:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         experts = self.mixture(layer)
         inner = self.inner if experts is None else experts.shared
-        if (net := self.state(layer)) is not None:
+        if isinstance(net := self.state(layer), ShortConv):
+            found = {"in": (3 * hidden, hidden), "o": (hidden, hidden)}
+        elif net is not None:
             found = {
                 "qkv": (net.channels, hidden), "z": (net.values, hidden), "b": (net.value_heads, hidden),
                 "a": (net.value_heads, hidden), "o": (hidden, net.values),
@@ -168,6 +179,10 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
+    keys = facts.get(KEYS["kv_heads"][_GGUF])
+    if family.conv is not None and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
+        one = {f"{architecture}.{KEYS['kv_heads'][_GGUF]}": some.pop()}  # those of layers that attend
+        facts = Facts(gguf.path.name, {**gguf.metadata, **one}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
@@ -176,7 +191,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
-    if f"blk.{layers - 1}.{family.layer['attn_norm' if family.delta else 'q'][_GGUF]}.weight" not in gguf.tensors:
+    if f"blk.{layers - 1}.{family.layer['attn_norm' if family.recurrent else 'q'][_GGUF]}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
@@ -208,7 +223,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers),
-        nets=_gguf_nets(facts, family, layers),
+        nets=_gguf_nets(facts, family, layers, keys),
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
     )
@@ -237,7 +252,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
         raise facts.fail("its weights are quantised in a format other than GGUF")
-    activation = facts.get(family.activation_key)
+    activation = "silu" if family.activation_key is None else facts.get(family.activation_key)
     if ACTIVATIONS.get(str(activation)) != family.activation and family.activation in ACTIVATIONS.values():
         raise facts.fail(f"its activation {activation!r} is not supported")
     for key in family.refuses:
@@ -304,7 +319,7 @@ def _decoder(
     biases: tuple[str, ...],
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
-    nets: tuple[DeltaNet | None, tuple[bool, ...]],
+    nets: tuple[DeltaNet | ShortConv | None, tuple[bool, ...]],
     norms: bool,
     beyond: int,
     wrapped: bool = False,
@@ -332,7 +347,7 @@ def _decoder(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        inner=whole("inner"),
+        inner=_adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner"),
         eps=facts.number(KEYS["eps"][spelling]),
         attention_scale=factor("attention_scale", scale),
         embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
@@ -346,7 +361,7 @@ def _decoder(
         tied=tied,
         experts=mixture[0],
         mixed=mixture[1],
-        delta=nets[0],
+        recurrence=nets[0],
         recurrent=nets[1],
         norms=norms,
         beyond=beyond,
@@ -441,8 +456,17 @@ def _gguf_experts(
     ), mixed  # fmt: skip
 
 
-def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | None, tuple[bool, ...]]:
-    """A folder's recurrent nets, and which layers are such."""
+def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
+    """What a folder's recurrent layers are, and which layers are such."""
+    if family.conv is not None:
+        listed, attend = facts.get("layer_types"), facts.get("full_attn_idxs")
+        if listed is None:
+            listed = ["full_attention" if attend is None or i in attend else "conv" for i in range(layers)]
+        known = ("conv", "full_attention")
+        if not isinstance(listed, list) or len(listed) != layers or any(kind not in known for kind in listed):
+            raise facts.fail("layer_types must name full_attention or conv for each layer")
+        convolved = tuple(kind == "conv" for kind in listed)
+        return _attending(facts, ShortConv(facts.whole("conv_L_cache", most=_MOST_TAPS)), convolved)
     if family.delta is None:
         return None, ()
     kinds = facts.get("layer_types")
@@ -462,8 +486,16 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
     return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
 
 
-def _gguf_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | None, tuple[bool, ...]]:
-    """A GGUF file's recurrent nets, and which layers are such."""
+def _gguf_nets(
+    facts: Facts, family: Family, layers: int, keys: Any
+) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
+    """What a GGUF file's recurrent layers are, and which layers are such: those whose number of ``keys`` is 0, where
+    layers differ in it."""
+    if family.conv is not None:
+        if not isinstance(keys, np.ndarray) or len(keys) != layers:
+            raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
+        taps = ShortConv(facts.whole("shortconv.l_cache", most=_MOST_TAPS))
+        return _attending(facts, taps, tuple(int(n) == 0 for n in keys))
     if family.delta is None:
         return None, ()
     every = facts.whole("full_attention_interval", family.delta.attends_every)
@@ -489,9 +521,28 @@ def _fitting(facts: Facts, net: DeltaNet, recurrent: tuple[bool, ...]) -> tuple[
             f"recurrent layers of {net.key_heads} key heads of {net.key_dim} and {net.value_heads} value heads of "
             f"{net.value_dim} are not supported: sizes must be multiples of 16 and 32, and heads share evenly"
         )
+    return _attending(facts, net, recurrent)
+
+
+_Kind = TypeVar("_Kind", DeltaNet, ShortConv)
+
+
+def _attending(facts: Facts, kind: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
+    """Both, if some layer attends. Raises ModelError."""
     if all(recurrent):
         raise facts.fail(f"none of its {len(recurrent)} layers has attention (full_attention_interval, layer_types)")
-    return net, recurrent
+    return kind, recurrent
+
+
+def _adjusted(facts: Facts, inner: int) -> int:
+    """LFM2's inner size: two thirds of the one that is given, times a factor, up to a multiple."""
+    if not facts.get("block_auto_adjust_ff_dim"):
+        return inner
+    inner = int(2 * inner / 3)
+    if facts.get("block_ffn_dim_multiplier") is None:
+        return inner
+    multiple = facts.whole("block_multiple_of")
+    return -(-int(facts.number("block_ffn_dim_multiplier") * inner) // multiple) * multiple
 
 
 def _shape(gguf: GGUFFile, name: str) -> tuple[int, ...] | None:

@@ -157,6 +157,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Layers of short convolutions between two gates, in the place of attention: their tensors."""
+
+    matrices: Names = field(
+        default_factory=lambda: {
+            "in": ("shortconv.in_proj", "conv.in_proj"), "o": ("shortconv.out_proj", "conv.out_proj"),
+        }
+    )  # fmt: skip
+    convolution: Places = (("shortconv.conv.weight",), ("conv.conv.weight",))
+
+
+@dataclass(frozen=True, slots=True)
 class Heads:
     """Layers behind the last one that only draft (multi-token prediction, arXiv 2412.19437): what they have beside the
     parts of any layer. Names that begin with one of the family's ``drafts`` stand for themselves."""
@@ -195,6 +207,7 @@ class Family:
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
     delta: DeltaNet | None = None  # of layers that do not attend
+    conv: ShortConv | None = None  # the same
     gated: bool = False  # q has of each head its queries, then what its output is gated by
     sinks: Places | None = None  # logits of each head's softmax that have no value
     yarn_truncates: bool = True  # in GGUF files, which do not say it
@@ -211,7 +224,9 @@ class Family:
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
     activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's
-    activation_key: str = "hidden_act"
+    activation_key: str | None = "hidden_act"  # None: there is no choice
+    adjusts_inner: bool = False  # its config.json may say that the inner size is made of the one it gives
+    outer: Names = field(default_factory=lambda: OUTER)
     biases: tuple[str, ...] = BIASES  # that a folder's model may have; GGUF files have any of ``BIASES``
     bias_flag: str | None = "attention_bias"  # the key of config.json without which there are none; None: always
     scales: tuple[str, ...] = ()  # those of ``SCALES`` that its files may give
@@ -225,6 +240,11 @@ class Family:
     absent: Mapping[str, Any] = field(default_factory=dict)  # what a config.json leaves out, beyond ``ABSENT``
     aliases: Mapping[str, str] = field(default_factory=dict)  # names that count before those of its config.json
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
+
+    @property
+    def recurrent(self) -> DeltaNet | ShortConv | None:
+        """What layers have that do not attend; None: all do."""
+        return self.delta or self.conv
 
 
 # What every family's config.json may leave out, and the value that it then has.
@@ -289,6 +309,27 @@ FAMILIES = (
             "num_experts": 256, "num_experts_per_tok": 8,
         },
         aliases={"num_local_experts": "num_experts"}, keys={"inner": "moe_intermediate_size"},
+    ),
+    Family(
+        "lfm2", "Lfm2ForCausalLM", "lfm2",
+        {
+            "q": ("attn_q", "self_attn.q_proj"), "k": ("attn_k", "self_attn.k_proj"),
+            "v": ("attn_v", "self_attn.v_proj"), "o": ("attn_output", "self_attn.out_proj"),
+            "gate": ("ffn_gate", "feed_forward.w1"), "up": ("ffn_up", "feed_forward.w3"),
+            "down": ("ffn_down", "feed_forward.w2"),
+            "attn_norm": ("attn_norm", "operator_norm"), "ffn_norm": ("ffn_norm", "ffn_norm"),
+            "q_norm": ("attn_q_norm", "self_attn.q_layernorm"), "k_norm": ("attn_k_norm", "self_attn.k_layernorm"),
+        },
+        "lfm2", conv=ShortConv(), ropes=(RopeSource(1e6),), biases=(), refuses=("conv_bias",), activation_key=None,
+        adjusts_inner=True, outer={**OUTER, "final_norm": ("token_embd_norm", "model.embedding_norm")},
+        absent={
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "max_position_embeddings": 128000, "conv_L_cache": 3, "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+        },
+        aliases={
+            "norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings",
+        },
     ),
     Family(
         "gemma3", "Gemma3ForCausalLM", "gemma3_text",

@@ -262,7 +262,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
             log.info("%s; using transformers", error)
         return "transformers"
     family = _family(source, gguf)
-    both = family is None or family.delta is None
+    both = family is None or family.recurrent is None
     if both and options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
@@ -287,7 +287,7 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    if (family := _family(source, gguf)) is not None and family.delta is not None:
+    if (family := _family(source, gguf)) is not None and family.recurrent is not None:
         if error is not None:
             raise error
         raise ModelError(

@@ -172,11 +172,13 @@ class _Parts:
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
-        if (net := model.state(i)) is not None:
+        if isinstance(net := model.state(i), decoders.ShortConv):
+            layer["conv"] = {"taps": net.taps, "in": layer.pop("in"), **weights.recurrent_vectors(i)}
+        elif net is not None:
             layer["delta"] = {
                 "key_heads": net.key_heads, "value_heads": net.value_heads, "key_dim": net.key_dim,
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
-                **{name: layer.pop(name) for name in _NET_PARTS}, **weights.delta_vectors(i),
+                **{name: layer.pop(name) for name in _NET_PARTS}, **weights.recurrent_vectors(i),
             }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True

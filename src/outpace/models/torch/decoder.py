@@ -237,7 +237,7 @@ def described(module: Any) -> bool:
         return False
     if families.unmet(family, lambda key: getattr(config, key, None)) is not None:
         return False
-    if ACTIVATIONS.get(str(getattr(config, family.activation_key))) != family.activation:
+    if ACTIVATIONS.get(str(getattr(config, family.activation_key or "hidden_act"))) != family.activation:
         return False  # the proof does not tell two forms of GELU from each other
     if getattr(config, "quantization_config", None) is not None:
         return False

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
+from outpace.models import decoder as decoders
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, OUTER, SPELLINGS, Names, Places, text_name
+from outpace.models.families import MATRICES, NORMS, SPELLINGS, DeltaNet, Names, Places, ShortConv, text_name
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import GGUFFile
@@ -122,7 +123,7 @@ class Weights:
     def _place(self, layer: int | None, part: str, kind: str = "weight") -> tuple[str, int, int]:
         """The tensor's name; the part's first row in it and how many it has, where it holds others, too, else 0."""
         if layer is None:
-            return f"{OUTER[part][self._spelling]}.{kind}", 0, 0
+            return f"{self._decoder.family.outer[part][self._spelling]}.{kind}", 0, 0
         names = self._names(layer)
         full = f"{self._spelled(layer, names[part][self._spelling])}.{kind}"
         together = [other for other in MATRICES if names.get(other) == names[part]]
@@ -150,10 +151,10 @@ class Weights:
         """Of a layer's parts, the experts' aside; of a mixture, the shared expert's in place of a dense one's."""
         family, absent = self._decoder.family, () if self._decoder.norms else ("q_norm", "k_norm")
         names = {part: both for part, both in family.layer.items() if part not in absent}
-        if family.delta is not None and self._decoder.state(layer) is not None:
+        if family.recurrent is not None and self._decoder.state(layer) is not None:
             for part in ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
-            names |= family.delta.matrices
+            names |= family.recurrent.matrices
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
         dense = {part: names.pop(part) for part in ("gate", "up", "down")}
@@ -260,11 +261,15 @@ class Weights:
         places = self._decoder.family.sinks
         return None if places is None else self._numbers(layer, places, self._decoder.heads)
 
-    def delta_vectors(self, layer: int) -> dict[str, F32]:
+    def recurrent_vectors(self, layer: int) -> dict[str, F32]:
         """The numbers of a recurrent layer beside its matrices, float32 [n], by the runtime's names."""
-        rule, net = self._decoder.family.delta, self._decoder.state(layer)
+        rule, net, hidden = self._decoder.family.recurrent, self._decoder.state(layer), self._decoder.hidden
+        if isinstance(rule, ShortConv):
+            assert isinstance(net, decoders.ShortConv)
+            taps = self._numbers(layer, rule.convolution, hidden, net.taps)
+            return {"convolution": np.ascontiguousarray(taps.T).reshape(-1)}
         assert rule is not None
-        assert net is not None
+        assert isinstance(net, decoders.DeltaNet)
         decay = self._numbers(layer, rule.decay, net.value_heads)
         return {
             "convolution": np.ascontiguousarray(
@@ -337,15 +342,17 @@ class Weights:
 
     def _of_net(self, layer: int) -> Iterator[str]:
         """Every tensor that is read of a recurrent layer, its matrices aside."""
-        rule = self._decoder.family.delta
-        if rule is not None and self._decoder.state(layer) is not None:
-            for places in (rule.convolution, rule.decay, rule.dt_bias, rule.norm):
-                yield self._first(layer, places)
+        rule = self._decoder.family.recurrent
+        if rule is None or self._decoder.state(layer) is None:
+            return
+        others = (rule.decay, rule.dt_bias, rule.norm) if isinstance(rule, DeltaNet) else ()
+        for places in (rule.convolution, *others):
+            yield self._first(layer, places)
 
     def _every(self) -> Iterator[tuple[str, str, str]]:
         """Every tensor that may be read: its name, Hugging Face's name, the part."""
         column = self._spelling
-        for part, both in OUTER.items():
+        for part, both in self._decoder.family.outer.items():
             yield f"{both[column]}.weight", f"{both[1]}.weight", part
         for layer in range(self._decoder.layers):
             names = self._names(layer)
