@@ -67,7 +67,7 @@ def export(
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if architecture in ("qwen35", "qwen35moe"):
+    if architecture in ("qwen35", "qwen35moe", "qwen3next"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -101,7 +101,7 @@ def export(
         inner = getattr(config, "moe_intermediate_size", None)
         if inner is not None:
             writer.add_expert_feed_forward_length(inner)
-        if architecture in ("qwen2moe", "qwen35moe"):
+        if architecture in ("qwen2moe", "qwen35moe", "qwen3next"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
         if architecture == "glm4moe":
             writer.add_expert_shared_count(config.n_shared_experts)
@@ -133,12 +133,21 @@ def export(
             continue
         if "conv.conv" in name:
             values = values[:, 0]
+        if "in_proj_qkvz" in name:
+            layer = name.split(".")[2]
+            for part, rows in zip(("qkv", "gate"), _unwoven(values, config), strict=True):
+                writer.add_tensor(f"blk.{layer}.attn_{part}.weight", np.ascontiguousarray(rows))
+            continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
         if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and "norm" in name and "linear_attn" not in name:
+        if (
+            architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+            and "norm" in name
+            and "linear_attn" not in name
+        ):
             values = values + 1
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T
@@ -156,12 +165,24 @@ def export(
     return path
 
 
+def _unwoven(values: F32, config: Any) -> tuple[F32, F32]:
+    """Queries, keys and values of all heads, and gates, of a matrix that has them by key head."""
+    keys, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    apart = values.reshape(keys, -1, values.shape[1])
+    wide = (apart.shape[1] - 2 * dim) // 2
+    parts = np.split(apart, np.cumsum([dim, dim, wide]), axis=1)
+    flat = [part.reshape(-1, values.shape[1]) for part in parts]
+    return np.concatenate(flat[:3]), flat[3]
+
+
 def _of_net(name: str, values: F32, config: Any) -> tuple[str, F32]:
     """A gated delta net's tensor: value heads stand by their place within a key head's, not by key head."""
     part = name.split("linear_attn.")[1]
     heads, shared = config.linear_num_value_heads, config.linear_num_key_heads
 
     def tiled(values: F32) -> F32:
+        if config.model_type == "qwen3_next":  # whose files keep them by key head
+            return values
         apart = values.reshape(shared, heads // shared, len(values) // heads, *values.shape[1:])
         return apart.swapaxes(0, 1).reshape(values.shape)
 

@@ -109,7 +109,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_embedding_length(s["hidden"])
     out.add_feed_forward_length(s["inner"])
     out.add_head_count(s["heads"])
-    attends = [i % 2 == 1 or architecture not in ("lfm2", "qwen35", "qwen35moe") for i in range(s["layers"])]
+    attends = [
+        i % 2 == 1 or architecture not in ("lfm2", "qwen35", "qwen35moe", "qwen3next") for i in range(s["layers"])
+    ]
     out.add_head_count_kv([s["kv_heads"] * each for each in attends] if architecture == "lfm2" else s["kv_heads"])
     out.add_key_length(s["head_dim"])
     out.add_value_length(s["head_dim"])
@@ -195,8 +197,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         at = f"blk.{layer}."
         for part, rows, cols in (("qkv", 192, hidden), ("z", 128, hidden), ("o", hidden, 128)):
             matrix(f"{at}{delta.matrices[part][0]}.weight", rows, cols)
-        for part in ("a", "b"):
-            out.add_tensor(f"{at}{delta.matrices[part][0]}.weight", rng.normal(0, 0.3, (4, hidden)).astype(np.float32))
+        for name in {delta.matrices["a"][0]: None, delta.matrices["b"][0]: None}:
+            rows = 8 if delta.matrices["a"] == delta.matrices["b"] else 4
+            out.add_tensor(f"{at}{name}.weight", rng.normal(0, 0.3, (rows, hidden)).astype(np.float32))
         out.add_tensor(f"{at}{delta.convolution[0][0]}", rng.normal(0, 0.5, (192, 4)).astype(np.float32))
         for places, n, around in ((delta.decay, 4, -0.5), (delta.dt_bias, 4, 0.0), (delta.norm, 32, 1.0)):
             vector(f"{at}{places[0][0]}", n, around)

@@ -125,6 +125,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
     }),
+    "qwen3_next": ("Qwen3Next", {
+        "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80,
+    }),
+    "qwen3_next-layers": ("Qwen3Next", {
+        "head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "norm_topk_prob": False,
+    }),
     "lfm2": ("Lfm2", {
         "num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
         "block_multiple_of": 16, "intermediate_size": 200, "tie_word_embeddings": False,
@@ -331,12 +342,21 @@ ARCHITECTURES = {
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
+    "Qwen3Next": "qwen3next",
     "Qwen3_5Moe": "qwen35moe",
 }  # general.architecture, where it is not the family's name
 
 
 # Of some the format cannot say what they have; granite4's files are granite's.
-FOLDERS_ALONE = ("mistral-window", "ministral", "granite4", "mixtral-window", "qwen2_moe-layers", "qwen3_5-odd")
+FOLDERS_ALONE = (
+    "mistral-window",
+    "ministral",
+    "granite4",
+    "mixtral-window",
+    "qwen2_moe-layers",
+    "qwen3_5-odd",
+    "qwen3_next-layers",
+)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FOLDERS_ALONE])

@@ -509,7 +509,7 @@ def _gguf_nets(
         key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
         value_dim=inner // heads,
         taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
-        tiled=True,
+        tiled=family.delta.tiled,
     )
     return _fitting(facts, net, tuple((i + 1) % every > 0 for i in range(layers)))
 

@@ -138,7 +138,10 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Layers of gated delta nets, in the place of attention: their tensors, and where their numbers stand."""
+    """Layers of gated delta nets, in the place of attention: their tensors.
+
+    Matrices of one name are one tensor, whose rows stand by key head: of each those for q, k, v and z, or b and a.
+    """
 
     matrices: Names = field(
         default_factory=lambda: {
@@ -154,6 +157,7 @@ class DeltaNet:
     dt_bias: Places = (("ssm_dt.bias",), ("linear_attn.dt_bias",))
     norm: Places = (("ssm_norm.weight",), ("linear_attn.norm.weight",))
     attends_every: int = 4  # each so many layers one attends, where the files do not say
+    tiled: bool = True  # in GGUF files a value head reads key head i modulo their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +313,36 @@ FAMILIES = (
             "num_experts": 256, "num_experts_per_tok": 8,
         },
         aliases={"num_local_experts": "num_experts"}, keys={"inner": "moe_intermediate_size"},
+    ),
+    Family(
+        "qwen3_next", "Qwen3NextForCausalLM", "qwen3_next",
+        {
+            **_LAYER, **_NORMS_BEFORE, **_QK_NORMS, "ffn_norm": ("post_attention_norm", "post_attention_layernorm"),
+        },
+        "qwen3next",
+        delta=DeltaNet(
+            matrices={
+                "qkv": ("attn_qkv", "linear_attn.in_proj_qkvz"), "z": ("attn_gate", "linear_attn.in_proj_qkvz"),
+                "b": ("ssm_ba", "linear_attn.in_proj_ba"), "a": ("ssm_ba", "linear_attn.in_proj_ba"),
+                "o": ("ssm_out", "linear_attn.out_proj"),
+            },
+            tiled=False,
+        ),
+        gated=True, norm_offset=1.0, rotates_part=True, drafts=("mtp.",),
+        mixture=Mixture(
+            shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
+            shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
+            shared_inner="shared_expert_intermediate_size", renormalise_key="norm_topk_prob",
+            step="decoder_sparse_step", dense="mlp_only_layers",
+        ),
+        absent={
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+            "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+            "num_experts_per_tok": 10, "norm_topk_prob": True, "intermediate_size": 5632,
+        },
+        aliases={"num_local_experts": "num_experts"},
     ),
     Family(
         "lfm2", "Lfm2ForCausalLM", "lfm2",

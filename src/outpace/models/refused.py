@@ -20,7 +20,7 @@ _IMAGE_GGUF = frozenset(
 RECURRENT = frozenset(
     (
         "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "lfm2moe", "nemotron_h",
-        "nemotron_h_moe", "plamo2", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
+        "nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
@@ -91,7 +91,7 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
         found = [str(architecture)]
     if found:
         raise ModelError(
-            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen 3.5 and LFM2 "
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models and LFM2 "
             "alone can go back to an earlier token here: give such a model, or one with attention alone"
         )
 

@@ -71,10 +71,13 @@ class Weights:
                 found[place] = np.ascontiguousarray(self._in_order(part, values))
         return found
 
-    def matrix(self, layer: int | None, name: str) -> StoredTensor:
+    def matrix(self, layer: int | None, name: str) -> StoredTensor | JoinedTensor:
         """Raises ModelError when it is missing, or fused with others and of another size than they have."""
         full, first, rows = self._place(layer, name)
         stored = self._found(full)
+        net = None if layer is None else self._decoder.state(layer)
+        if isinstance(net, decoders.DeltaNet) and self._woven_with(name):
+            return self._by_key_head(full, stored, net, name)
         if rows == 0:
             return stored
         self._check_fused(full, stored.shape, layer, name)
@@ -260,6 +263,35 @@ class Weights:
         """A layer's sinks, float32 [heads]; None: its family has none. Raises ModelError when they are missing."""
         places = self._decoder.family.sinks
         return None if places is None else self._numbers(layer, places, self._decoder.heads)
+
+    def _woven_with(self, name: str) -> bool:
+        """Whether a recurrent layer's matrix has its tensor together with another one."""
+        rule = self._decoder.family.delta
+        if rule is None or name not in rule.matrices:
+            return False
+        return sum(both[self._spelling] == rule.matrices[name][self._spelling] for both in rule.matrices.values()) > 1
+
+    def _by_key_head(self, full: str, stored: StoredTensor, net: decoders.DeltaNet, name: str) -> JoinedTensor:
+        """A matrix's rows, those of each of its letters together, of a tensor in which they stand by key head."""
+        shared, hidden = net.value_heads // net.key_heads, self._decoder.hidden
+        sizes = {"q": net.key_dim, "k": net.key_dim, "v": shared * net.value_dim, "z": shared * net.value_dim}
+        if name in ("b", "a"):
+            sizes = {"b": shared, "a": shared}
+        each = sum(sizes.values())
+        begins = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1], strict=True))
+        if stored.shape != (net.key_heads * each, hidden):
+            raise ModelError(
+                f"{self.name}: {full} is {list(stored.shape)}, but must be {[net.key_heads * each, hidden]}"
+            )
+        rows = np.concatenate(
+            [np.arange(sizes[part]) + begins[part] + head * each for part in name for head in range(net.key_heads)]
+        )
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            values = stored.data.reshape(stored.shape[0], -1)[rows]
+            return np.ascontiguousarray(values).reshape(-1)
+
+        return JoinedTensor(stored.type, hidden, 1, len(rows), 0, read)
 
     def recurrent_vectors(self, layer: int) -> dict[str, F32]:
         """The numbers of a recurrent layer beside its matrices, float32 [n], by the runtime's names."""
