@@ -91,8 +91,8 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
         found = [str(architecture)]
     if found:
         raise ModelError(
-            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models and LFM2 "
-            "alone can go back to an earlier token here: give such a model, or one with attention alone"
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models and "
+            "LFM2 alone can go back to an earlier token here: give such a model, or one with attention alone"
         )
 
 
