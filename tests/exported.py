@@ -65,7 +65,7 @@ def export(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
-    if architecture == "lfm2":
+    if architecture in ("lfm2", "lfm2moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if architecture in ("qwen35", "qwen35moe", "qwen3next"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
@@ -103,6 +103,9 @@ def export(
             writer.add_expert_feed_forward_length(inner)
         if architecture in ("qwen2moe", "qwen35moe", "qwen3next"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if architecture == "lfm2moe":
+            writer.add_leading_dense_block_count(config.num_dense_layers)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if architecture == "glm4moe":
             writer.add_expert_shared_count(config.n_shared_experts)
             writer.add_leading_dense_block_count(config.first_k_dense_replace)
@@ -235,6 +238,8 @@ def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
         elif name.endswith("e_score_correction_bias"):
             layer = name[: name.index(".mlp.")]
             yield f"{layer}.mlp.gate.e_score_correction.bias", values.reshape(-1)
+        elif name.endswith("feed_forward.expert_bias"):
+            yield f"{name}.bias", values
         elif name.endswith("shared_expert_gate.weight"):
             yield name, values.reshape(-1)  # as the converter squeezes it
         elif name != "lm_head.weight" or not config.tie_word_embeddings:

@@ -60,6 +60,8 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
                    "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
                    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 24, "num_dense_layers": 1, "tie_word_embeddings": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 16,
              "intermediate_size": 96},
     "qwen3_5": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,

@@ -110,9 +110,10 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_feed_forward_length(s["inner"])
     out.add_head_count(s["heads"])
     attends = [
-        i % 2 == 1 or architecture not in ("lfm2", "qwen35", "qwen35moe", "qwen3next") for i in range(s["layers"])
+        i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next")
+        for i in range(s["layers"])
     ]
-    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if architecture == "lfm2" else s["kv_heads"])
+    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if "lfm2" in architecture else s["kv_heads"])
     out.add_key_length(s["head_dim"])
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
@@ -170,7 +171,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_ssm_time_step_rank(4)
         out.add_ssm_inner_size(4 * 32)
         out.add_full_attention_interval(2)
-    if architecture in ("glm4moe", "ernie4_5-moe"):
+    if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe"):
         out.add_leading_dense_block_count(1)
 
     def experts(layer: int, mixture: families.Mixture) -> None:

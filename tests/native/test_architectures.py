@@ -136,6 +136,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "norm_topk_prob": False,
     }),
+    "lfm2_moe": ("Lfm2Moe", {
+        "num_hidden_layers": 5, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_dense_layers": 2,
+        "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    }),
+    "lfm2_moe-plain": ("Lfm2Moe", {
+        "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "num_dense_layers": 0, "routed_scaling_factor": 1.7, "norm_topk_prob": False,
+    }),
     "lfm2": ("Lfm2", {
         "num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
         "block_multiple_of": 16, "intermediate_size": 200, "tie_word_embeddings": False,
@@ -172,7 +181,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
             if "norm" in parameter_name and family != "Gemma3":
                 parameter.abs_()
         for buffer_name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in buffer_name:
+            if "e_score_correction_bias" in buffer_name or "expert_bias" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder)
     return model.to(torch.float32).eval()
@@ -342,6 +351,7 @@ ARCHITECTURES = {
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
+    "Lfm2Moe": "lfm2moe",
     "Qwen3Next": "qwen3next",
     "Qwen3_5Moe": "qwen35moe",
 }  # general.architecture, where it is not the family's name
@@ -356,6 +366,7 @@ FOLDERS_ALONE = (
     "qwen2_moe-layers",
     "qwen3_5-odd",
     "qwen3_next-layers",
+    "lfm2_moe-plain",
 )
 
 

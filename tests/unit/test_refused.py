@@ -150,7 +150,7 @@ def test_types_of_tensors_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2moe", "plamo2", "rwkv7"])
+@pytest.mark.parametrize("architecture", ["mamba", "kimi-linear", "plamo2", "rwkv7"])
 def test_recurrent_models_are_refused_without_a_remedy_that_refuses(
     tmp_path: Path, architecture: str, backend: str, installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

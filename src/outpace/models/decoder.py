@@ -55,6 +55,7 @@ class Experts:
     renormalise: bool
     least_total: float
     scale: float
+    chosen_by_bias: bool = True  # if the family has biases for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +398,7 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
         renormalise=bool(facts.get(rule.renormalise_key)) if rule.renormalise_key else rule.renormalise,
         least_total=facts.number(rule.least_total_key, rule.least_total) if rule.least_total_key else rule.least_total,
         scale=facts.number(rule.scale) if rule.scale else 1.0,
+        chosen_by_bias=rule.choice_flag is None or bool(facts.get(rule.choice_flag)),
     ), mixed  # fmt: skip
 
 

@@ -114,7 +114,8 @@ class Mixture:
     experts: Mapping[str, Places] = field(default_factory=lambda: _EXPERTS)
     shared: Names = field(default_factory=dict)  # the matrices of an expert that every token goes to
     shared_gate: Places | None = None  # one row: the logistic of its product is the shared expert's weight
-    choice_bias: Places | None = None  # is added to scores for the choice alone
+    choice_bias: Places | None = None  # is added to scores for the choice alone ...
+    choice_flag: str | None = None  # ... unless this key of config.json is false
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
     count: str = "num_experts"
@@ -254,6 +255,16 @@ class Family:
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
+_LFM2: Names = {
+    "q": ("attn_q", "self_attn.q_proj"), "k": ("attn_k", "self_attn.k_proj"),
+    "v": ("attn_v", "self_attn.v_proj"), "o": ("attn_output", "self_attn.out_proj"),
+    "gate": ("ffn_gate", "feed_forward.w1"), "up": ("ffn_up", "feed_forward.w3"),
+    "down": ("ffn_down", "feed_forward.w2"),
+    "attn_norm": ("attn_norm", "operator_norm"), "ffn_norm": ("ffn_norm", "ffn_norm"),
+    "q_norm": ("attn_q_norm", "self_attn.q_layernorm"), "k_norm": ("attn_k_norm", "self_attn.k_layernorm"),
+}  # fmt: skip
+_LFM2_OUTER: Names = {**OUTER, "final_norm": ("token_embd_norm", "model.embedding_norm")}
+
 FAMILIES = (
     Family(
         "llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True, mixed="mixtral",
@@ -345,17 +356,37 @@ FAMILIES = (
         aliases={"num_local_experts": "num_experts"},
     ),
     Family(
-        "lfm2", "Lfm2ForCausalLM", "lfm2",
-        {
-            "q": ("attn_q", "self_attn.q_proj"), "k": ("attn_k", "self_attn.k_proj"),
-            "v": ("attn_v", "self_attn.v_proj"), "o": ("attn_output", "self_attn.out_proj"),
-            "gate": ("ffn_gate", "feed_forward.w1"), "up": ("ffn_up", "feed_forward.w3"),
-            "down": ("ffn_down", "feed_forward.w2"),
-            "attn_norm": ("attn_norm", "operator_norm"), "ffn_norm": ("ffn_norm", "ffn_norm"),
-            "q_norm": ("attn_q_norm", "self_attn.q_layernorm"), "k_norm": ("attn_k_norm", "self_attn.k_layernorm"),
+        "lfm2_moe", "Lfm2MoeForCausalLM", "lfm2_moe", _LFM2, "lfm2moe", conv=ShortConv(), ropes=(RopeSource(1e6),),
+        biases=(), refuses=("conv_bias",), activation_key=None, outer=_LFM2_OUTER,
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("feed_forward.gate.weight",)),
+            experts={
+                part: (
+                    (f"ffn_{part}_exps.weight",),
+                    (f"feed_forward.experts.{{}}.{theirs}.weight", f"feed_forward.experts.{joined}"),
+                )
+                for part, theirs, joined in (
+                    ("gate", "w1", "gate_up_proj"), ("up", "w3", "gate_up_proj"), ("down", "w2", "down_proj"),
+                )
+            },
+            choice_bias=(("exp_probs_b.bias",), ("feed_forward.expert_bias",)), choice_flag="use_expert_bias",
+            score="sigmoid",
+            renormalise_key="norm_topk_prob", least_total=1e-6, scale="routed_scaling_factor", first="num_dense_layers",
+        ),
+        absent={
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "max_position_embeddings": 128000, "conv_L_cache": 3, "intermediate_size": 7168,
+            "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
+            "routed_scaling_factor": 1.0, "norm_topk_prob": True, "use_expert_bias": True,
         },
+        aliases={
+            "norm_eps": "rms_norm_eps", "num_local_experts": "num_experts", "tie_embedding": "tie_word_embeddings",
+        },
+    ),
+    Family(
+        "lfm2", "Lfm2ForCausalLM", "lfm2", _LFM2,
         "lfm2", conv=ShortConv(), ropes=(RopeSource(1e6),), biases=(), refuses=("conv_bias",), activation_key=None,
-        adjusts_inner=True, outer={**OUTER, "final_norm": ("token_embd_norm", "model.embedding_norm")},
+        adjusts_inner=True, outer=_LFM2_OUTER,
         absent={
             "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
             "max_position_embeddings": 128000, "conv_L_cache": 3, "block_multiple_of": 256,

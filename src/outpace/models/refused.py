@@ -19,7 +19,7 @@ _IMAGE_GGUF = frozenset(
 # Architectures in GGUF files, and kinds of layers in config.json, with a state that cannot go back to an earlier token.
 RECURRENT = frozenset(
     (
-        "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "lfm2moe", "nemotron_h",
+        "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "nemotron_h",
         "nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip

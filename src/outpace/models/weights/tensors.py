@@ -243,7 +243,7 @@ class Weights:
         assert mixture is not None
         assert experts is not None
         count, inner, found = experts.count, experts.inner, {}
-        if mixture.choice_bias is not None:
+        if mixture.choice_bias is not None and experts.chosen_by_bias:
             found["choice_bias"] = self._numbers(layer, mixture.choice_bias, count)
         for part, places in mixture.biases.items():
             if part == "router":
