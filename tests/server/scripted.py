@@ -23,7 +23,7 @@ class Texts:
     """A row's token ids stand for its keys and values."""
 
     settle = KVCache.settle
-    block, limit = 1, None
+    block, limit, recurrent = 1, None, False
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
@@ -38,6 +38,9 @@ class Texts:
 
     def length(self, row: int) -> int:
         return len(self.texts[row])
+
+    def reachable(self, row: int, n: int) -> int:
+        return min(n, self.length(row))
 
     def truncate(self, row: int, n: int) -> None:
         del self.texts[row][n:]
