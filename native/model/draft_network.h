@@ -21,9 +21,8 @@ class DraftNetwork {
 public:
     Model& model() { return *model_; }
     int layers_read() const { return fuse_.data ? fuse_.cols / model_->hidden() : 1; }  // whose hidden states it reads
-    size_t wide() const {
-        return static_cast<size_t>(layers_read()) * static_cast<size_t>(model_->hidden());
-    }  // numbers of a position in these
+    // Numbers that a position has in these.
+    size_t wide() const { return static_cast<size_t>(layers_read()) * static_cast<size_t>(model_->hidden()); }
     const std::vector<int32_t>& tokens() const { return ranking_.tokens(); }
     size_t bytes() const { return model_->weights().bytes() - model_->weights().embedding.bytes() + fuse_.bytes(); }
 
@@ -68,9 +67,9 @@ public:
     };
 
 protected:
-    // `fuse` [hidden, layers * hidden], or none for one layer's states as they are, makes features, under `norms`: none, one for each layer [hidden], or one over all [layers *
-    // hidden]. `tokens` [outputs of the model]: the target's ids, ascending. It takes the lock. Throws std::invalid_argument for
-    // what does not fit together.
+    // `fuse` [hidden, layers * hidden], or none for one layer's states as they are, makes features, under `norms`: none, one for each
+    // layer [hidden], or one over all [layers * hidden]. `tokens` [outputs of the model]: the target's ids, ascending. It takes the
+    // lock. Throws std::invalid_argument for what does not fit together.
     DraftNetwork(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens);
 
     // Features [n][hidden] of the target's hidden states [layers][hidden] of n positions. The lock is the caller's.

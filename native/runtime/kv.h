@@ -57,9 +57,7 @@ public:
     std::vector<int> rows() const;
     void check() const;  // throws std::logic_error
     const KVShape& shape() const { return shape_; }
-    void keep(int row) {  // where the row is now can be reached when its prompt is read on
-        if (at(row).used) states_.keep(row);
-    }
+    void keep(int row) { states_.keep(row); }  // where the row is now can be reached when its prompt is read on
     RecurrentStates& states() { return states_; }
     const RecurrentStates& states() const { return states_; }
 

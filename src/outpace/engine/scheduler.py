@@ -320,6 +320,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # the oldest first
         self.preemptions = 0
         self._top = 0  # rows that there ever were, at once
+        one = kv.bytes_for(kv.block)
+        self._block_bytes = kv.bytes_for(2 * kv.block) - one
+        self._state_bytes = one - self._block_bytes  # of a row beside its blocks; 0 where no layer is recurrent
         self._sure, self._sure_of = 0, list[Sequence]()  # steps for which there is memory, if these rows decode
 
     @property
@@ -338,16 +341,6 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self._queue(sequence, self._turns.join(sequence))
-
-    @property
-    def _block_bytes(self) -> int:
-        """Of a block of keys and values."""
-        return self._kv.bytes_for(2 * self._kv.block) - self._kv.bytes_for(self._kv.block)
-
-    @property
-    def _state_bytes(self) -> int:
-        """What a row takes beside its blocks; 0 where no layer is recurrent."""
-        return self._kv.bytes_for(self._kv.block) - self._block_bytes
 
     def most_positions(self) -> int | None:
         """The most positions that a row could ever have in the memory there is (None: no bound)."""
