@@ -36,7 +36,10 @@ def export(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "num_key_value_heads"):
         kinds, keys = getattr(config, "layer_types", None) or [], config.num_key_value_heads
-        writer.add_head_count_kv([keys * (kind != "conv") for kind in kinds] if "conv" in kinds else keys)
+        apart = "conv" in kinds or architecture == "granitehybrid"
+        writer.add_head_count_kv(
+            [keys * (kind in ("full_attention", "attention")) for kind in kinds] if apart else keys
+        )
         writer.add_key_length(width)
         writer.add_value_length(width)
     eps = getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None))
@@ -82,7 +85,15 @@ def export(
         pattern = config.layer_types.index("full_attention") + 1
         if pattern != 6:  # the format's default
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-    if architecture in ("granite", "granitemoe"):
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if architecture in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -143,7 +154,17 @@ def export(
             continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
-        if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if "mamba" in name:
+            name = name.replace("dt_bias", "dt_proj.bias")
+            values = values[:, 0] if "conv1d.weight" in name else values
+            values = -np.exp(values) if "A_log" in name else values
+            if name.endswith(("A_log", ".D")):
+                values = values[:, None]
+            if "mamba.norm" in name:
+                values = values.reshape(config.mamba_n_groups, -1)
+        if architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if (
@@ -233,6 +254,16 @@ def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
         elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight".replace("block_sparse_moe", "mlp"), half
+        elif ".shared_mlp." in name:
+            layer, place = (
+                name[: name.index("shared_mlp.")],
+                "mlp.shared_experts" if config.num_local_experts else "mlp",
+            )
+            if "output_linear" in name:
+                yield f"{layer}{place}.down_proj.weight", values
+            else:
+                for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                    yield f"{layer}{place}.{part}_proj.weight", half
         elif name.endswith("experts.down_proj"):
             yield f"{name}.weight".replace("block_sparse_moe", "mlp"), values
         elif name.endswith("e_score_correction_bias"):

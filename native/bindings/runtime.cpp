@@ -51,7 +51,8 @@ DeltaNet delta_of(const nb::dict& d) {
     read<bool, DeltaNet>(d, net, {{"tiled", &DeltaNet::tiled}});
     read<Matrix, DeltaNet>(d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}});
     read<std::vector<float>, DeltaNet>(d, net,
-        {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm}});
+        {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm},
+            {"convolution_bias", &DeltaNet::convolution_bias}, {"skip", &DeltaNet::skip}});
     if (net.key_heads < 1) throw std::invalid_argument("a recurrent layer has no heads");
     return net;
 }

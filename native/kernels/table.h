@@ -60,6 +60,7 @@ struct DeltaToken {
     const float* value;        // [kStateColumns], as are the next two
     float *update, *out;
     float beta, decay;
+    float skip;  // in `scan_step`
 };
 
 // Argmax over [n]; the first index on ties; `nan` when any value is NaN.
@@ -99,9 +100,11 @@ struct Kernels {
     void (*merge_parts)(const AttentionJob& job);
 
     // Recurrent layers; see delta.h. `to` may be `from`.
-    void (*convolve)(const float* const* x, const float* w, int stride, int taps, int n, bool activated, float* out);
+    void (*convolve)(const float* const* x, const float* w, const float* bias, int stride, int taps, int n, bool activated, float* out);
     void (*delta_replay)(const float* from, const float* key, const float* update, float decay, int rows, float* to);
     void (*delta_step)(const DeltaToken& token, const float* from, int rows, float* to);
+    // The same with update = beta * value, and skip * value added to `out`.
+    void (*scan_step)(const DeltaToken& token, const float* from, int rows, float* to);
 
     // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
     void (*put_key)(const float* k, int dim, int dim_padded, KVType type, uint8_t* keys, int slot);

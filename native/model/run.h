@@ -223,6 +223,7 @@ private:
     bool short_conv(Seat& me, const Layer& l, int index);
     void convolve(const Seat& me, const Layer& l, int place);
     void go_over(const Seat& me, const Layer& l, int place, const Recurrence& of, int head);
+    void gate_scanned(const Seat& me, const Layer& l);
 
     // Of a mixture of experts; experts.cpp.
     bool mixture(Seat& me, const Layer& l, int index);

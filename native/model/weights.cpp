@@ -45,13 +45,16 @@ void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config
     const int keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim;
     fits(d.qkv, 2 * keys + values, c.hidden, "a matrix of queries, keys and values");
     fits(d.z, values, c.hidden, "a gate's matrix");
-    fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
+    if (!d.scans()) fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
     fits(d.a, d.value_heads, c.hidden, "the matrix of decays");
     fits(l.o, c.hidden, values, "a recurrent layer's output matrix");
     fits(d.convolution, d.taps * (2 * keys + values), true, "a convolution");
     fits(d.decay, d.value_heads, true, "decays");
     fits(d.dt_bias, d.value_heads, true, "a decay's bias");
-    fits(d.norm, d.value_dim, true, "a recurrent layer's norm");
+    fits(d.norm, d.scans() ? values : d.value_dim, !d.scans(), "a recurrent layer's norm");
+    fits(d.skip, d.value_heads, first.scans(), "a state space's skips");
+    fits(d.convolution_bias, 2 * keys + values, false, "a convolution's bias");
+    if (d.scans() != first.scans() || (d.scans() && d.b.data)) throw std::invalid_argument("recurrent layers differ in their kinds");
 }
 
 void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const Config& c) {

@@ -29,15 +29,21 @@ struct Experts {
 
 constexpr int kMostTaps = 8;
 
-// A gated delta net, in the place of attention. Value heads share key heads, a range of them one or (tiled) each so-many-th.
+// A gated delta net, or a state space (Mamba-2), in the place of attention: both keep a state [key_dim][value_dim] a value head.
+// Value heads share key heads, a range of them one or (tiled) each so-many-th.
 struct DeltaNet {
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // key_heads 0: the layer has none
     int taps = 0;  // of the convolution
     bool tiled = false;
     Matrix qkv, z, b, a;               // queries, keys and values; the output's gate; what updates and decays are made of
     std::vector<float> convolution;    // [taps][channels], the oldest first
+    std::vector<float> convolution_bias;  // [channels]
     std::vector<float> decay, dt_bias;  // [value_heads]: decays are e^(decay * softplus(a + dt_bias))
-    std::vector<float> norm;           // [value_dim]
+    std::vector<float> norm;           // [value_dim]; of a state space, whose groups are normed behind the gate, [values] or none
+    // [value_heads], of a state space: what of a value stands in the output beside the state's. It has no `b`: a token's update
+    // is its value times softplus(a + dt_bias), whatever the state is.
+    std::vector<float> skip;
+    bool scans() const { return !skip.empty(); }
 };
 
 // A short convolution between two gates, in the place of attention.

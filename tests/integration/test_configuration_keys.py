@@ -39,8 +39,9 @@ MORE: dict[str, dict[str, Any]] = {
                 "logits_scaling": 2.0},
     "phi3": {"original_max_position_embeddings": 64},
     "granite4": {
-        "layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 48,
-        "position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 24, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+        "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
         "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},

@@ -38,7 +38,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 DRAFTERS = ("ngram", "suffix", "eagle:demo", "suffix+eagle:demo")
 # Kinds of layers, by an architecture that has them: recurrent ones, mixtures of experts, sinks.
-KINDS = ("qwen35", "lfm2", "qwen2moe", "gpt-oss")
+KINDS = ("qwen35", "lfm2", "granitehybrid", "qwen2moe", "gpt-oss")
 KV_TYPES = ("bfloat16", "int8", "float32")
 
 

@@ -110,10 +110,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_feed_forward_length(s["inner"])
     out.add_head_count(s["heads"])
     attends = [
-        i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next")
+        i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
         for i in range(s["layers"])
     ]
-    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if "lfm2" in architecture else s["kv_heads"])
+    apart = "lfm2" in architecture or architecture == "granitehybrid"
+    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if apart else s["kv_heads"])
     out.add_key_length(s["head_dim"])
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
@@ -158,18 +159,20 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
 
     family = families.of_gguf(architecture)
     assert family is not None
-    if family.mixture is not None:
+    mixture = None if family.mixture is None or family.mixture.optional else family.mixture
+    if mixture is not None:
         out.add_expert_count(s["experts"])
         out.add_expert_used_count(s["used"])
         out.add_expert_feed_forward_length(s["expert_inner"])
     if family.conv is not None:
         out.add_shortconv_l_cache(3)
-    if family.delta is not None:
+    if family.delta is not None or family.scan is not None:
         out.add_ssm_conv_kernel(4)
         out.add_ssm_state_size(16)
         out.add_ssm_group_count(2)
         out.add_ssm_time_step_rank(4)
         out.add_ssm_inner_size(4 * 32)
+    if family.delta is not None:
         out.add_full_attention_interval(2)
     if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe"):
         out.add_leading_dense_block_count(1)
@@ -205,6 +208,17 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for places, n, around in ((delta.decay, 4, -0.5), (delta.dt_bias, 4, 0.0), (delta.norm, 32, 1.0)):
             vector(f"{at}{places[0][0]}", n, around)
 
+    def scan(layer: int, names: families.StateSpace) -> None:
+        at = f"blk.{layer}."
+        matrix(f"{at}{names.into[0]}.weight", 128 + 128 + 2 * 2 * 16 + 4, hidden)
+        matrix(f"{at}{names.o[0]}.weight", hidden, 128)
+        out.add_tensor(f"{at}{names.convolution[0][0]}", rng.normal(0, 0.5, (192, 4)).astype(np.float32))
+        for places, n, around in (
+            (names.convolution_bias, 192, 0.0), (names.decay, 4, -0.5), (names.dt_bias, 4, 0.0), (names.skip, 4, 1.0),
+        ):  # fmt: skip
+            vector(f"{at}{places[0][0]}", n, around)
+        out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
+
     q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector(f"{family.outer['final_norm'][0]}.weight", hidden)
@@ -222,7 +236,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     )
     for i in range(s["layers"]):
         fused: dict[str, list[str]] = {}
-        dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
+        dense = mixture is None or (i == 0 and mixture.first is not None)
         parts = [part for part in families.MATRICES if dense or part in ("q", "k", "v", "o")]
         for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
@@ -232,10 +246,12 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
             if part in family.layer and (attends[i] or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
-        if family.mixture is not None and not dense:
-            experts(i, family.mixture)
+        if mixture is not None and not dense:
+            experts(i, mixture)
         if family.delta is not None and not attends[i]:
             net(i, family.delta)
+        if family.scan is not None and not attends[i]:
+            scan(i, family.scan)
         if family.conv is not None and not attends[i]:
             matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)
             matrix(f"blk.{i}.{family.conv.matrices['o'][0]}.weight", hidden, hidden)

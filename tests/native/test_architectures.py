@@ -68,6 +68,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "residual_multiplier": 0.22, "logits_scaling": 8.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
+    "granite4-hybrid": ("GraniteMoeHybrid", {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 112,
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    }),
+    "granite4-experts": ("GraniteMoeHybrid", {
+        "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 6, "num_experts_per_tok": 3,
+        "intermediate_size": 40, "shared_intermediate_size": 80, "mamba_n_heads": 2, "mamba_d_head": 64,
+        "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 3, "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    }),
     "ministral": ("Ministral", {
         "head_dim": 16,
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -354,6 +365,7 @@ ARCHITECTURES = {
     "Lfm2Moe": "lfm2moe",
     "Qwen3Next": "qwen3next",
     "Qwen3_5Moe": "qwen35moe",
+    "GraniteMoeHybrid": "granitehybrid",
 }  # general.architecture, where it is not the family's name
 
 

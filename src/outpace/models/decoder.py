@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.models import families, metadata, rope
-from outpace.models.families import BIASES, KEYS, OUTER, Family, Mixture
+from outpace.models.families import ATTENDING, BIASES, KEYS, OUTER, Family, Mixture
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
+_Kind = TypeVar("_Kind", bound="DeltaNet | ShortConv")
 _MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -36,6 +37,7 @@ REFUSED = {
     "clip_qkv": "it clips queries, keys and values",
     "use_bias": "its products have biases",
     "conv_bias": "its convolutions have biases",
+    "mamba_proj_bias": "its state spaces' products have biases",
 }
 
 
@@ -85,6 +87,11 @@ class DeltaNet:
     def channels(self) -> int:
         """Of the convolution: queries, keys, values."""
         return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace(DeltaNet):
+    """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +162,11 @@ class Decoder:
             found = {"in": (3 * hidden, hidden), "o": (hidden, hidden)}
         elif net is not None:
             found = {
-                "qkv": (net.channels, hidden), "z": (net.values, hidden), "b": (net.value_heads, hidden),
-                "a": (net.value_heads, hidden), "o": (hidden, net.values),
+                "qkv": (net.channels, hidden), "z": (net.values, hidden), "a": (net.value_heads, hidden),
+                "o": (hidden, net.values),
             }  # fmt: skip
+            if not isinstance(net, StateSpace):
+                found["b"] = (net.value_heads, hidden)
         else:
             queries = 2 * q if self.family.gated else q
             found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
@@ -181,7 +190,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
     keys = facts.get(KEYS["kv_heads"][_GGUF])
-    if family.conv is not None and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
+    if (family.conv or family.scan) and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
         one = {f"{architecture}.{KEYS['kv_heads'][_GGUF]}": some.pop()}  # those of layers that attend
         facts = Facts(gguf.path.name, {**gguf.metadata, **one}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
@@ -218,7 +227,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         vocab=embedding[0],
         head_dim=head_dim,
         ropes=ropes,
-        rotated=[not family.unrotated_every or (i + 1) % family.unrotated_every > 0 for i in range(layers)],
+        rotated=[
+            (not family.unrotated_every or (i + 1) % family.unrotated_every > 0)
+            and (family.rotates_if is None or facts.flag(family.rotates_if[2], True))
+            for i in range(layers)
+        ],
         windows=_gguf_windows(facts, family, layers),
         scale=scalar**-0.5,
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
@@ -372,7 +385,7 @@ def _decoder(
 
 def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a folder's mixtures are, and which layers are mixtures."""
-    if rule is None:
+    if rule is None or (rule.optional and facts.get(rule.count) == 0):
         return None, ()
     first = facts.whole(rule.first, least=0) if rule.first else 0
     last = facts.whole(rule.last, least=-1) if rule.last else -1
@@ -408,6 +421,13 @@ def _gguf_experts(
     """What a GGUF file's mixtures are, and which layers are mixtures. Sizes are the tensors'; a key that says another
     is refused."""
     if rule is None:
+        return None, ()
+    if rule.optional and not facts.get("expert_count", 0):
+        inner = facts.whole("feed_forward_length")
+        if facts.whole("expert_shared_feed_forward_length", inner, least=0) != inner:
+            raise facts.fail(
+                f"its {facts.prefix}expert_shared_feed_forward_length is not its feed_forward_length, {inner}"
+            )
         return None, ()
     (router,) = rule.router[_GGUF]
     mixed = tuple(f"blk.{i}.{router}" in gguf.tensors for i in range(layers))
@@ -469,6 +489,8 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
             raise facts.fail("layer_types must name full_attention or conv for each layer")
         convolved = tuple(kind == "conv" for kind in listed)
         return _attending(facts, ShortConv(facts.whole("conv_L_cache", most=_MOST_TAPS)), convolved)
+    if family.scan is not None:
+        return _folder_scan(facts, family.scan.prefix, layers)
     if family.delta is None:
         return None, ()
     kinds = facts.get("layer_types")
@@ -488,6 +510,36 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
     return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
 
 
+def _folder_scan(facts: Facts, prefix: str, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
+    """What a folder's state spaces are, and which layers are such."""
+    kinds = facts.get("layer_types")
+    scans = ("linear_attention", "mamba")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in scans + ATTENDING for kind in kinds):
+        raise facts.fail("layer_types must name mamba or attention for each layer")
+    recurrent = tuple(kind in scans for kind in kinds)
+    if not any(recurrent):
+        return None, ()
+    limit = facts.get("time_step_limit")
+    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers' spelling is the last
+        raise facts.fail(f"it limits time steps (time_step_limit {brief(limit)})")
+    heads = facts.whole(f"{prefix}n_heads", most=_MOST_HEADS)
+    inner = facts.whole("hidden_size") * facts.whole(f"{prefix}expand")
+    width = inner // heads if facts.get(f"{prefix}d_head") == "auto" else facts.whole(f"{prefix}d_head")
+    if width * heads != inner:
+        raise facts.fail(
+            f"its state spaces' {heads} heads of {width} are not {prefix}expand times hidden_size, {inner}"
+        )
+    net = StateSpace(
+        key_heads=facts.whole(f"{prefix}n_groups", most=_MOST_HEADS),
+        value_heads=heads,
+        key_dim=facts.whole(f"{prefix}d_state", most=_MOST_HEADS),
+        value_dim=width,
+        taps=facts.whole(f"{prefix}d_conv", most=_MOST_TAPS),
+        tiled=False,
+    )
+    return _fitting(facts, net, recurrent)
+
+
 def _gguf_nets(
     facts: Facts, family: Family, layers: int, keys: Any
 ) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
@@ -498,35 +550,39 @@ def _gguf_nets(
             raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
         taps = ShortConv(facts.whole("shortconv.l_cache", most=_MOST_TAPS))
         return _attending(facts, taps, tuple(int(n) == 0 for n in keys))
-    if family.delta is None:
+    if family.delta is None and family.scan is None:
         return None, ()
-    every = facts.whole("full_attention_interval", family.delta.attends_every)
+    if family.delta is not None:
+        every = facts.whole("full_attention_interval", family.delta.attends_every)
+        recurrent = tuple((i + 1) % every > 0 for i in range(layers))
+    elif isinstance(keys, np.ndarray) and len(keys) == layers:
+        recurrent = tuple(int(n) == 0 for n in keys)
+    else:
+        raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
     heads = facts.whole("ssm.time_step_rank", most=_MOST_HEADS)
     inner = facts.whole("ssm.inner_size")
     if inner % heads:
         raise facts.fail(f"its ssm.inner_size of {inner} is not shared by {heads} heads (ssm.time_step_rank)")
-    net = DeltaNet(
+    net = (StateSpace if family.delta is None else DeltaNet)(
         key_heads=facts.whole("ssm.group_count", most=_MOST_HEADS),
         value_heads=heads,
         key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
         value_dim=inner // heads,
         taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
-        tiled=family.delta.tiled,
+        tiled=family.delta is not None and family.delta.tiled,
     )
-    return _fitting(facts, net, tuple((i + 1) % every > 0 for i in range(layers)))
+    return _fitting(facts, net, recurrent)
 
 
-def _fitting(facts: Facts, net: DeltaNet, recurrent: tuple[bool, ...]) -> tuple[DeltaNet, tuple[bool, ...]]:
+def _fitting(facts: Facts, net: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
     """Both, if they can be. Raises ModelError."""
+    assert isinstance(net, DeltaNet)
     if net.value_heads % net.key_heads or net.key_dim % 16 or net.value_dim % 32:
         raise facts.fail(
             f"recurrent layers of {net.key_heads} key heads of {net.key_dim} and {net.value_heads} value heads of "
             f"{net.value_dim} are not supported: sizes must be multiples of 16 and 32, and heads share evenly"
         )
     return _attending(facts, net, recurrent)
-
-
-_Kind = TypeVar("_Kind", DeltaNet, ShortConv)
 
 
 def _attending(facts: Facts, kind: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
@@ -607,6 +663,8 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
 
 def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
     """Which layers of a folder's model rotate."""
+    if family.rotates_if is not None:
+        return [facts.get(family.rotates_if[0]) == family.rotates_if[1]] * layers
     if not family.unrotated_every:
         return [True] * layers
     listed = facts.get("no_rope_layers")

@@ -119,6 +119,7 @@ class Mixture:
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
     count: str = "num_experts"
+    optional: bool = False  # where there are none of them, all layers are dense
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     shared_inner: str | None = None  # of the shared expert ...
@@ -159,6 +160,28 @@ class DeltaNet:
     norm: Places = (("ssm_norm.weight",), ("linear_attn.norm.weight",))
     attends_every: int = 4  # each so many layers one attends, where the files do not say
     tiled: bool = True  # in GGUF files a value head reads key head i modulo their number
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Layers of state spaces (Mamba-2), in the place of attention: their tensors.
+
+    Rows of ``into`` are the gate's, the inputs', B's, C's and the time steps'.
+    """
+
+    into: tuple[str, str] = ("ssm_in", "mamba.in_proj")
+    o: tuple[str, str] = ("ssm_out", "mamba.out_proj")
+    convolution: Places = (("ssm_conv1d.weight",), ("mamba.conv1d.weight",))
+    convolution_bias: Places = (("ssm_conv1d.bias",), ("mamba.conv1d.bias",))
+    decay: Places = (("ssm_a",), ("mamba.A_log",))  # GGUF has -e^A_log
+    dt_bias: Places = (("ssm_dt.bias",), ("mamba.dt_bias",))
+    skip: Places = (("ssm_d",), ("mamba.D",))
+    norm: Places = (("ssm_norm.weight",), ("mamba.norm.weight",))
+    prefix: str = "mamba_"  # of its numbers in config.json
+
+    @property
+    def matrices(self) -> Names:
+        return {**dict.fromkeys(("z", "qkv", "a"), self.into), "o": self.o}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +236,7 @@ class Family:
     mixture: Mixture | None = None
     delta: DeltaNet | None = None  # of layers that do not attend
     conv: ShortConv | None = None  # the same
+    scan: StateSpace | None = None  # the same
     gated: bool = False  # q has of each head its queries, then what its output is gated by
     sinks: Places | None = None  # logits of each head's softmax that have no value
     yarn_truncates: bool = True  # in GGUF files, which do not say it
@@ -225,6 +249,8 @@ class Family:
     rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
     unrotated_every: int = 0  # each so many layers one has no rotation
+    # Keys without whose value no layer has: config.json's with that value, and a flag of GGUF files.
+    rotates_if: tuple[str, str, str] | None = None
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
@@ -247,10 +273,13 @@ class Family:
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
     @property
-    def recurrent(self) -> DeltaNet | ShortConv | None:
+    def recurrent(self) -> DeltaNet | ShortConv | StateSpace | None:
         """What layers have that do not attend; None: all do."""
-        return self.delta or self.conv
+        return self.delta or self.conv or self.scan
 
+
+# How layer_types calls layers that attend, among state spaces.
+ATTENDING = ("full_attention", "attention")
 
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -444,16 +473,39 @@ FAMILIES = (
     Family(
         "granite4", "GraniteMoeHybridForCausalLM", "granitemoehybrid",
         {
-            **_LAYER, **_NORMS_BEFORE, "down": ("ffn_down", "shared_mlp.output_linear"),
-            **dict.fromkeys(("gate", "up"), ("ffn_up", "shared_mlp.input_linear")),
+            **_LAYER, **_NORMS_BEFORE, "gate": ("ffn_gate", "shared_mlp.input_linear"),
+            "up": ("ffn_up", "shared_mlp.input_linear"), "down": ("ffn_down", "shared_mlp.output_linear"),
         },
-        scales=SCALES, refuses=("num_local_experts",),
-        requires={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")},
+        "granitehybrid", interleaved=True, scales=SCALES, scan=StateSpace(),
+        rotates_if=("position_embedding_type", "rope", "rope.scaling.finetuned"),
+        mixture=Mixture(
+            router=(
+                ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+            ),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
+                for part, a, b in (
+                    ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
+                    ("down", "output_linear.weight", "down_proj"),
+                )
+            },
+            shared={
+                "gate": ("ffn_gate_shexp", "shared_mlp.input_linear"),
+                "up": ("ffn_up_shexp", "shared_mlp.input_linear"),
+                "down": ("ffn_down_shexp", "shared_mlp.output_linear"),
+            },
+            count="num_local_experts", optional=True, inner="intermediate_size",
+            shared_inner="shared_intermediate_size", score="of_chosen",
+        ),
+        refuses=("mamba_proj_bias",), requires={"mamba_conv_bias": (True,)},
         keys={"inner": "shared_intermediate_size"},
         absent={
             "attention_multiplier": 1.0, "max_position_embeddings": 2048, "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
+            "num_experts_per_tok": 2, "intermediate_size": 11008, "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+            "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
         },
+        aliases={"layers_block_type": "layer_types", "num_experts": "num_local_experts"},
     ),
     Family(
         "seed_oss", "SeedOssForCausalLM", "seed_oss",

@@ -261,9 +261,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
         if explain:
             log.info("%s; using transformers", error)
         return "transformers"
-    family = _family(source, gguf)
-    both = family is None or family.recurrent is None
-    if both and options.backend == "auto" and options.device == "auto" and _gpu():
+    if not _recurs(source, gguf) and options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
@@ -287,7 +285,7 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    if (family := _family(source, gguf)) is not None and family.recurrent is not None:
+    if _recurs(source, gguf):
         if error is not None:
             raise error
         raise ModelError(
@@ -313,6 +311,16 @@ def _family(source: Source, gguf: GGUFFile | None) -> Family | None:
         return _file_family(gguf)
     config = read_config(source.path)
     return families.of_class(str(families.named_class(families.text_part(config) or config)))
+
+
+def _recurs(source: Source, gguf: GGUFFile | None) -> bool:
+    """Whether it is of a family here that has recurrent layers, and has some."""
+    family = _family(source, gguf)
+    if family is None or family.scan is None or gguf is not None:
+        return family is not None and family.recurrent is not None
+    config = read_config(source.path)
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    return any(kind not in families.ATTENDING for kind in kinds)
 
 
 def _file_family(gguf: GGUFFile) -> Family | None:

@@ -19,7 +19,7 @@ _IMAGE_GGUF = frozenset(
 # Architectures in GGUF files, and kinds of layers in config.json, with a state that cannot go back to an earlier token.
 RECURRENT = frozenset(
     (
-        "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "nemotron_h",
+        "mamba", "mamba2", "jamba", "falcon-h1", "kimi-linear", "nemotron_h",
         "nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip
@@ -91,8 +91,8 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
         found = [str(architecture)]
     if found:
         raise ModelError(
-            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models and "
-            "LFM2 alone can go back to an earlier token here: give such a model, or one with attention alone"
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models, LFM2 "
+            "and Granite 4 alone can go back to an earlier token here: give such a model, or one with attention alone"
         )
 
 

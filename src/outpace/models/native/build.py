@@ -178,7 +178,7 @@ class _Parts:
             layer["delta"] = {
                 "key_heads": net.key_heads, "value_heads": net.value_heads, "key_dim": net.key_dim,
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
-                **{name: layer.pop(name) for name in _NET_PARTS}, **weights.recurrent_vectors(i),
+                **{name: layer.pop(name) for name in _NET_PARTS if name in layer}, **weights.recurrent_vectors(i),
             }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True

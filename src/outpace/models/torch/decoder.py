@@ -20,7 +20,7 @@ from torch import Tensor
 from outpace.common.allocator import huge
 from outpace.models import families
 from outpace.models.decoder import ACTIVATIONS
-from outpace.models.families import KEYS, OUTER, SPELLINGS
+from outpace.models.families import ATTENDING, KEYS, OUTER, SPELLINGS
 from outpace.models.torch import attention, between
 from outpace.models.torch.attention import CLOSE, Plan, able
 from outpace.models.torch.between import Norm, Table
@@ -231,7 +231,9 @@ def described(module: Any) -> bool:
     config = module.config
     if (
         family is None
-        or family.mixture is not None
+        or (family.mixture is not None and not (family.mixture.optional and not getattr(config, family.mixture.count)))
+        or (family.scan is not None and set(config.layer_types) - {*ATTENDING})
+        or (family.rotates_if is not None and getattr(config, family.rotates_if[0]) != family.rotates_if[1])
         or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
     ):
         return False

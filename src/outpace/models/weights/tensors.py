@@ -14,7 +14,7 @@ from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models import decoder as decoders
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, SPELLINGS, DeltaNet, Names, Places, ShortConv, text_name
+from outpace.models.families import MATRICES, NORMS, SPELLINGS, Names, Places, ShortConv, StateSpace, text_name
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import GGUFFile
@@ -77,7 +77,7 @@ class Weights:
         stored = self._found(full)
         net = None if layer is None else self._decoder.state(layer)
         if isinstance(net, decoders.DeltaNet) and self._woven_with(name):
-            return self._by_key_head(full, stored, net, name)
+            return self._of_rows(full, stored, *self._rows_of(net, name))
         if rows == 0:
             return stored
         self._check_fused(full, stored.shape, layer, name)
@@ -129,16 +129,21 @@ class Weights:
             return f"{self._decoder.family.outer[part][self._spelling]}.{kind}", 0, 0
         names = self._names(layer)
         full = f"{self._spelled(layer, names[part][self._spelling])}.{kind}"
-        together = [other for other in MATRICES if names.get(other) == names[part]]
+        together = self._together(names, part)
         if len(together) < 2:
             return full, 0, 0
         rows = {other: shape[0] for other, shape in self._decoder.shapes(layer).items()}
         return full, sum(rows[other] for other in together[: together.index(part)]), rows[part]
 
+    def _together(self, names: Names, part: str) -> list[str]:
+        """Parts of a layer that one tensor has, in the order of its rows."""
+        full = names[part][self._spelling]
+        return [other for other in MATRICES if other in names and names[other][self._spelling] == full]
+
     def _check_fused(self, full: str, shape: tuple[int, ...], layer: int | None, part: str) -> None:
         assert layer is not None
         names, shapes = self._names(layer), self._decoder.shapes(layer)
-        total = sum(shapes[other][0] for other in MATRICES if names.get(other) == names[part])
+        total = sum(shapes[other][0] for other in self._together(names, part))
         if shape[0] != total:
             raise ModelError(f"{self.name}: {full} has {shape[0]} rows, but must have {total}")
 
@@ -266,26 +271,34 @@ class Weights:
 
     def _woven_with(self, name: str) -> bool:
         """Whether a recurrent layer's matrix has its tensor together with another one."""
-        rule = self._decoder.family.delta
+        rule = self._decoder.family.recurrent
         if rule is None or name not in rule.matrices:
             return False
         return sum(both[self._spelling] == rule.matrices[name][self._spelling] for both in rule.matrices.values()) > 1
 
-    def _by_key_head(self, full: str, stored: StoredTensor, net: decoders.DeltaNet, name: str) -> JoinedTensor:
-        """A matrix's rows, those of each of its letters together, of a tensor in which they stand by key head."""
-        shared, hidden = net.value_heads // net.key_heads, self._decoder.hidden
+    @staticmethod
+    def _rows_of(net: decoders.DeltaNet, name: str) -> tuple[int, npt.NDArray[np.int64]]:
+        """How many rows a tensor has in which a recurrent layer's matrices stand together, and a matrix's own of these,
+        those of each of its letters together: by key head, or, of a state space, z, v, k, q, a."""
+        if isinstance(net, decoders.StateSpace):
+            parts = {"z": net.values, "v": net.values, "k": net.keys, "q": net.keys, "a": net.value_heads}
+            first = dict(zip(parts, np.cumsum([0, *parts.values()])[:-1], strict=True))
+            return sum(parts.values()), np.concatenate([np.arange(parts[part]) + first[part] for part in name])
+        shared = net.value_heads // net.key_heads
         sizes = {"q": net.key_dim, "k": net.key_dim, "v": shared * net.value_dim, "z": shared * net.value_dim}
         if name in ("b", "a"):
             sizes = {"b": shared, "a": shared}
         each = sum(sizes.values())
         begins = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1], strict=True))
-        if stored.shape != (net.key_heads * each, hidden):
-            raise ModelError(
-                f"{self.name}: {full} is {list(stored.shape)}, but must be {[net.key_heads * each, hidden]}"
-            )
-        rows = np.concatenate(
+        return net.key_heads * each, np.concatenate(
             [np.arange(sizes[part]) + begins[part] + head * each for part in name for head in range(net.key_heads)]
         )
+
+    def _of_rows(self, full: str, stored: StoredTensor, count: int, rows: npt.NDArray[np.int64]) -> JoinedTensor:
+        """A matrix of some of the ``count`` rows of a tensor."""
+        hidden = self._decoder.hidden
+        if stored.shape != (count, hidden):
+            raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, hidden]}")
 
         def read(i: int) -> npt.NDArray[np.uint8]:
             values = stored.data.reshape(stored.shape[0], -1)[rows]
@@ -303,14 +316,21 @@ class Weights:
         assert rule is not None
         assert isinstance(net, decoders.DeltaNet)
         decay = self._numbers(layer, rule.decay, net.value_heads)
-        return {
-            "convolution": np.ascontiguousarray(
-                self._numbers(layer, rule.convolution, net.channels, net.taps).T
-            ).reshape(-1),
+        taps = self._numbers(layer, rule.convolution, net.channels, net.taps)
+        found = {
             "decay": -np.exp(decay) if self._spelling else decay,
             "dt_bias": self._numbers(layer, rule.dt_bias, net.value_heads),
-            "norm": self._numbers(layer, rule.norm, net.value_dim),
         }
+        if isinstance(rule, StateSpace):
+            order = self._rows_of(net, "qkv")[1] - net.values  # of the tensor's, where the gate comes first
+            taps = taps[order]
+            found["convolution_bias"] = self._numbers(layer, rule.convolution_bias, net.channels)[order]
+            found["skip"] = self._numbers(layer, rule.skip, net.value_heads)
+            shape = (net.values,) if self._spelling else (net.key_heads, net.values // net.key_heads)
+            found["norm"] = self._numbers(layer, rule.norm, *shape).reshape(-1)
+        else:
+            found["norm"] = self._numbers(layer, rule.norm, net.value_dim)
+        return found | {"convolution": np.ascontiguousarray(taps.T).reshape(-1)}
 
     def _numbers(self, layer: int, places: Places, *shape: int) -> F32:
         """A tensor's values, float32 in ``shape``. Raises ModelError when it is missing or of another size."""
@@ -377,7 +397,9 @@ class Weights:
         rule = self._decoder.family.recurrent
         if rule is None or self._decoder.state(layer) is None:
             return
-        others = (rule.decay, rule.dt_bias, rule.norm) if isinstance(rule, DeltaNet) else ()
+        others: tuple[Places, ...] = () if isinstance(rule, ShortConv) else (rule.decay, rule.dt_bias, rule.norm)
+        if isinstance(rule, StateSpace):
+            others += (rule.convolution_bias, rule.skip)
         for places in (rule.convolution, *others):
             yield self._first(layer, places)
 
