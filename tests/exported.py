@@ -21,14 +21,17 @@ def export(
 ) -> Path:  # fmt: skip
     """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
     its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts."""
-    config = model.config
+    config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + (head is not None))
     if head is not None:
         writer.add_nextn_predict_layers(1)
-    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    inner: Any = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    blocks = getattr(config, "layers_block_type", None) if config.model_type == "nemotron_h" else None
+    if blocks is not None:
+        inner = [(kind == "moe") * config.moe_intermediate_size + (kind == "mlp") * inner for kind in blocks]
     if architecture == "lfm2":
         inner = model.model.layers[0].feed_forward.w1.out_features
     writer.add_feed_forward_length(inner)
@@ -36,13 +39,15 @@ def export(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "num_key_value_heads"):
         kinds, keys = getattr(config, "layer_types", None) or [], config.num_key_value_heads
-        apart = "conv" in kinds or architecture == "granitehybrid"
+        apart = "conv" in kinds or architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
         writer.add_head_count_kv(
             [keys * (kind in ("full_attention", "attention")) for kind in kinds] if apart else keys
         )
         writer.add_key_length(width)
         writer.add_value_length(width)
-    eps = getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None))
+    eps = next(
+        (getattr(config, n) for n in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, n)), None
+    )
     if eps is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
@@ -93,6 +98,13 @@ def export(
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if blocks is not None:
+        writer.add_ssm_conv_kernel(config.conv_kernel)
+        writer.add_ssm_state_size(config.ssm_state_size)
+        writer.add_ssm_group_count(config.n_groups)
+        writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+        writer.add_ssm_time_step_rank(config.mamba_num_heads)
+        writer.add_rope_scaling_finetuned(False)
     if architecture in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -106,7 +118,8 @@ def export(
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
             for name in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts and architecture != "nemotron_h":
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", None)
@@ -114,6 +127,12 @@ def export(
             writer.add_expert_feed_forward_length(inner)
         if architecture in ("qwen2moe", "qwen35moe", "qwen3next"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if architecture == "nemotron_h_moe":
+            writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_group_count(config.n_group)
         if architecture == "lfm2moe":
             writer.add_leading_dense_block_count(config.num_dense_layers)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -139,9 +158,11 @@ def export(
         writer.add_eos_token_id(1)
         writer.add_pad_token_id(0)
         writer.add_chat_template("{{ messages[0]['content'] }}")
+    if blocks is not None:
+        state = {name.replace("model.", "backbone.", 1): values for name, values in state.items()}
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + 1)
-    for name, values in (*_tensors(model.state_dict(), config), *_head(head, config)):
+    for name, values in (*_tensors(state, config), *_head(head, config)):
         if name.startswith("blk."):
             writer.add_tensor(name, np.ascontiguousarray(values))
             continue
@@ -154,14 +175,14 @@ def export(
             continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
-        if "mamba" in name:
-            name = name.replace("dt_bias", "dt_proj.bias")
+        if "mamba" in name or (blocks is not None and "mixer" in name):
+            name = name.replace("dt_bias", "dt.bias" if blocks else "dt_proj.bias")
             values = values[:, 0] if "conv1d.weight" in name else values
             values = -np.exp(values) if "A_log" in name else values
             if name.endswith(("A_log", ".D")):
                 values = values[:, None]
-            if "mamba.norm" in name:
-                values = values.reshape(config.mamba_n_groups, -1)
+            if "mamba.norm" in name or "mixer.norm" in name:
+                values = values.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
         if architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3") and (
             "q_proj" in name or "k_proj" in name
         ):
@@ -251,6 +272,10 @@ def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
                 yield f"{place}down_proj.{kind}", rows
         elif name.endswith("sinks"):
             yield f"{name}.weight", values
+        elif name.endswith(("mixer.experts.up_proj", "mixer.experts.down_proj")):
+            yield f"{name}.weight".replace("backbone", "model").replace("mixer", "mlp"), values
+        elif name.endswith("mixer.gate.e_score_correction_bias"):
+            yield name.replace("correction_bias", "correction.bias"), values
         elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight".replace("block_sparse_moe", "mlp"), half

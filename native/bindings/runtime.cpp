@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -95,11 +96,11 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
-    if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu")
-        throw std::invalid_argument("unknown activation '" + activation + "'");
-    config.activation = activation == "silu"        ? Activation::Silu
-                        : activation == "gelu_tanh" ? Activation::GeluTanh
-                                                    : Activation::ClampedSilu;
+    static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
+        {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
+    const auto known = activations.find(activation);
+    if (known == activations.end()) throw std::invalid_argument("unknown activation '" + activation + "'");
+    config.activation = known->second;
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;

@@ -14,7 +14,7 @@ namespace outpace {
 // tests/integration/golden.json is then made anew.
 constexpr int kArithmetic = 1;
 
-enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid };  // ClampedSilu: see gate in elementwise.h
+enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid, Relu };  // ClampedSilu: see gate in elementwise.h
 
 enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
 

@@ -94,7 +94,7 @@ const uint8_t* Model::Run::gathered(const Seat& me, const Matrix& m, const int* 
 // One stretch of an expert's inner rows: gate and up, activation, encoded for its down product.
 void Model::Run::expert_gate_up(const Seat& me, const Experts& e, const Routes& routes, const Routes::Group& group, int stretch) {
     constexpr int blocks = kGateRows / kRows;
-    const int each = e.gate.blocks / e.count, begin = stretch * blocks, end = std::min(begin + blocks, each), rows = (end - begin) * kRows;
+    const int each = e.up.blocks / e.count, begin = stretch * blocks, end = std::min(begin + blocks, each), rows = (end - begin) * kRows;
     const int first_block = group.expert * each + begin, first_group = begin * kRows / kGroup, end_group = end * kRows / kGroup;
     const Acts acts = e.down.acts();
     uint8_t* middle = s_.pairs_in.get(acts) + static_cast<size_t>(group.first) * static_cast<size_t>(e.down.groups * act_bytes(acts));
@@ -107,13 +107,13 @@ void Model::Run::expert_gate_up(const Seat& me, const Experts& e, const Routes& 
         const auto product = [&](const Matrix& m, float* y) {
             k_.matmul(m, gathered(me, m, tokens, count), count, first_block, first_block + end - begin, y - first_block * kRows, kGateRows);
         };
-        product(e.gate, g);
+        if (e.gate.data) product(e.gate, g);
         product(e.up, u);
         for (int i = 0; i < count; ++i) {
             float *values = g + i * kGateRows, *up = u + i * kGateRows;
             if (!e.gate_bias.empty()) k_.add(values, e.gate_bias.data() + first_block * kRows, rows);
             if (!e.up_bias.empty()) k_.add(up, e.up_bias.data() + first_block * kRows, rows);
-            k_.gate(c_.activation, values, up, rows, values);
+            k_.gate(c_.activation, e.gate.data ? values : up, up, rows, values);
             k_.encode(acts, values, first_group, std::min(end_group, e.down.groups), middle, group.count, first + i);
             if (end == each && end_group < e.down.groups) {  // inputs that only pad the next product
                 std::fill(up, up + kGateRows, 0.0f);
@@ -154,7 +154,7 @@ bool Model::Run::mixture(Seat& me, const Layer& l, int index) {
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total;)
             work(groups[static_cast<size_t>(i / stretches)], i % stretches);
     };
-    claim(kClaimExperts, e.gate, [&](const Routes::Group& group, int stretch) { expert_gate_up(me, e, routes, group, stretch); });
+    claim(kClaimExperts, e.up, [&](const Routes::Group& group, int stretch) { expert_gate_up(me, e, routes, group, stretch); });
     if (!meet(me)) return false;
     clock(me, kGateUp);
 

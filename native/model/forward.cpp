@@ -32,7 +32,9 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
     const Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
-        if (l.embed_norm.empty() || l.join.data)
+        if (!l.mixes())
+            encode_fed(me, t, l);
+        else if (l.embed_norm.empty() || l.join.data)
             encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
         else
             encode_joined(me, t, l);
@@ -57,6 +59,7 @@ bool Model::Run::layer(Seat& me, int index) {
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
+    if (!l.mixes()) return feed(me, l, index);
 
     if (!(l.delta.key_heads > 0 ? recurrence(me, l, index) : l.conv.taps > 0 ? short_conv(me, l, index) : attend(me, l, index)))
         return false;
@@ -67,15 +70,19 @@ bool Model::Run::layer(Seat& me, int index) {
         [&](int begin, int end) { k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded()); });
     if (!meet(me)) return false;
     clock(me, kOutput);
+    if (!l.feeds()) return true;
 
     const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
         add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
-        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up});
+        encode_fed(me, t, l);
     }
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm2);
+    return feed(me, l, index);
+}
 
+bool Model::Run::feed(Seat& me, const Layer& l, int index) {
     if (l.experts.count > 0) return mixture(me, l, index);
     gate_up(me, l, index);
     if (!meet(me)) return false;
@@ -107,28 +114,28 @@ bool Model::Run::attend(Seat& me, const Layer& l, int index) {
 void Model::Run::gate_up(const Seat& me, const Layer& l, int index) {
     constexpr int blocks = kGateRows / kRows;
     constexpr int unit = kGroup / kRows;  // row blocks that make one group of the next product's inputs
-    const uint8_t* gate_acts = s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts());
+    const uint8_t* gate_acts = l.gate.data ? s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts()) : nullptr;
     const uint8_t* up_acts = s_.in[static_cast<size_t>(mine(me))].get(l.up.acts());
     uint8_t* middle = s_.middle.get(l.down.acts());
     float* g = s_.pair[static_cast<size_t>(me.id)].get();
     float* u = g + static_cast<size_t>(kGateRows) * n_;
-    share(me, kClaimGateUp, index, l.gate.blocks / unit, [&](int from, int to) {
+    share(me, kClaimGateUp, index, l.up.blocks / unit, [&](int from, int to) {
         for (int begin = from * unit; begin < to * unit; begin += blocks) {
             const int end = std::min(begin + blocks, to * unit);
             // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
-            k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
+            if (l.gate.data) k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
             k_.matmul(l.up, up_acts, n_, begin, end, u - begin * kRows, kGateRows);
             const int rows = (end - begin) * kRows, group = begin / unit;
             for (int t = 0; t < n_; ++t) {
-                float* values = g + t * kGateRows;
-                k_.gate(c_.activation, values, u + t * kGateRows, rows, values);
+                float *values = g + t * kGateRows, *up = u + t * kGateRows;
+                k_.gate(c_.activation, l.gate.data ? values : up, up, rows, values);
                 k_.encode(l.down.acts(), values, group, std::min(group + rows / kGroup, l.down.groups), middle, n_, t);
             }
         }
     });
-    if (me.rank == 0 && l.gate.blocks / unit < l.down.groups) {  // inputs that only pad the next product
+    if (me.rank == 0 && l.up.blocks / unit < l.down.groups) {  // inputs that only pad the next product
         float* line = s_.line[0].get();
-        const int from = l.gate.blocks / unit;
+        const int from = l.up.blocks / unit;
         std::fill(line, line + (l.down.groups - from) * kGroup, 0.0f);
         for (int t = 0; t < n_; ++t) k_.encode(l.down.acts(), line, from, l.down.groups, middle, n_, t);
     }

@@ -61,7 +61,8 @@ StateShape states_of(const Weights& weights) {
 }
 
 KVShape keys_of(const Weights& weights, KVType type) {
-    const int attend = static_cast<int>(weights.layers.size()) - states_of(weights).layers;
+    const auto attends = [](const Layer& l) { return l.mixes() && !l.recurs(); };
+    const auto attend = static_cast<int>(std::count_if(weights.layers.begin(), weights.layers.end(), attends));
     return {attend, weights.config.kv_heads, weights.config.head_dim, type};
 }
 
@@ -79,7 +80,7 @@ Model::Model(
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
     int attend = 0, recur = 0;
-    for (const Layer& l : weights_->layers) places_.push_back(l.recurs() ? recur++ : attend++);
+    for (const Layer& l : weights_->layers) places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : attend++);
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
         key_scale_.assign(static_cast<size_t>(dim), 1.0f / std::sqrt(static_cast<float>(dim)));
         query_scale_.assign(static_cast<size_t>(dim), 1.0f / static_cast<float>(dim));
@@ -109,9 +110,10 @@ void Model::fit_scratch() {
             s.pairs_in.need(e.down.acts(), e.down.groups, static_cast<int>(pairs));
             s.pairs.need(pairs * static_cast<size_t>(e.down.out_padded() / e.count));
             for (ActBuffer& gathered : s.gathered)
-                for (const Matrix* m : {&e.gate, &e.up}) gathered.need(m->acts(), m->groups, kGather);
+                for (const Matrix* m : {&e.gate, &e.up})
+                    if (m->data) gathered.need(m->acts(), m->groups, kGather);
         }
-        s.heads.need(l.o.acts(), l.o.groups);
+        if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
         if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
         s.q.need(chunk(std::max({l.q.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));

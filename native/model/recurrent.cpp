@@ -223,15 +223,17 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
 // A state space's outputs, gated, normed group by group and encoded for the product behind.
 void Model::Run::gate_scanned(const Seat& me, const Layer& l) {
     const DeltaNet& d = l.delta;
-    const int values = d.value_heads * d.value_dim, group = values / d.key_heads;
+    const int values = d.value_heads * d.value_dim, real = l.o.cols / d.value_heads, group = l.o.cols / d.key_heads;
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     const Part part = me.of(n_);
     for (int t = part.begin; t < part.end; ++t) {
-        k_.gate(Activation::Silu, product_in(s_.k, t, d.z), s_.attended.get() + static_cast<size_t>(t) * static_cast<size_t>(values),
-            values, line);
-        for (int from = 0; from < values && !d.norm.empty(); from += group)
+        float* out = s_.attended.get() + static_cast<size_t>(t) * static_cast<size_t>(values);
+        k_.gate(Activation::Silu, product_in(s_.k, t, d.z), out, values, out);
+        for (int head = 0; head < d.value_heads; ++head)
+            std::memcpy(line + head * real, out + head * d.value_dim, static_cast<size_t>(real) * 4);
+        for (int from = 0; from < l.o.cols && !d.norm.empty(); from += group)
             k_.rmsnorm(line + from, d.norm.data() + from, c_.eps, group, line + from);
-        std::fill(line + values, line + l.o.in_padded(), 0.0f);
+        std::fill(line + l.o.cols, line + l.o.in_padded(), 0.0f);
         k_.encode(l.o.acts(), line, 0, l.o.groups, s_.heads.get(l.o.acts()), n_, t);
     }
 }

@@ -63,6 +63,11 @@ private:
         encode_line(me, c_.hidden, n, at, ms);
     }
 
+    // What feeds a layer forward.
+    void encode_fed(const Seat& me, int t, const Layer& l) {
+        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up});
+    }
+
     // The thread's line, of which `filled` values are set, encoded for matrices `ms`.
     void encode_line(const Seat& me, int filled, int n, int at, std::initializer_list<const Matrix*> ms) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
@@ -140,7 +145,10 @@ private:
             return;
         }
         const Layer& before = m_.weights_->layers[static_cast<size_t>(l - 1)];
-        add_back(me, t, before.post_ffn_norm, {}, before.experts.count > 0 ? mixed(me, t, before) : product_of(t, before.down));
+        if (before.feeds())
+            add_back(me, t, before.post_ffn_norm, {}, before.experts.count > 0 ? mixed(me, t, before) : product_of(t, before.down));
+        else
+            add_back(me, t, before.post_attn_norm, before.o_bias, product_of(t, before.o));
         keep_hidden(me, t, l - 1);
     }
 
@@ -180,6 +188,7 @@ private:
     bool join(Seat& me, const Layer& l);
     void begin_layer(const Seat& me, const Layer& l, int index);
     bool layer(Seat& me, int index);
+    bool feed(Seat& me, const Layer& l, int index);
     bool store(Seat& me, int index);
     bool end_layers(Seat& me);
     const uint8_t* first_keys(int job, int layer) const;

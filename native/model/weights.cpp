@@ -24,7 +24,7 @@ void fits(const Experts& e, const Config& c) {
         throw std::invalid_argument("a mixture's sizes do not fit together");
     const int inner = e.count * round_up(e.inner, 64);
     fits(e.router, e.router.rows > e.count && e.shared > 0 ? e.count + 1 : e.count, c.hidden, "a router");
-    fits(e.gate, inner, c.hidden, "experts' gate matrix");
+    if (c.activation != Activation::Relu) fits(e.gate, inner, c.hidden, "experts' gate matrix");
     fits(e.up, inner, c.hidden, "experts' up matrix");
     fits(e.down, e.count * round_up(c.hidden, 64), e.inner, "experts' down matrix");
     fits(e.router_bias, e.count, false, "a router's bias");
@@ -47,11 +47,12 @@ void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config
     fits(d.z, values, c.hidden, "a gate's matrix");
     if (!d.scans()) fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
     fits(d.a, d.value_heads, c.hidden, "the matrix of decays");
-    fits(l.o, c.hidden, values, "a recurrent layer's output matrix");
+    const int real = d.scans() && l.o.cols % d.value_heads == 0 && l.o.cols <= values ? l.o.cols : values;
+    fits(l.o, c.hidden, real, "a recurrent layer's output matrix");
     fits(d.convolution, d.taps * (2 * keys + values), true, "a convolution");
     fits(d.decay, d.value_heads, true, "decays");
     fits(d.dt_bias, d.value_heads, true, "a decay's bias");
-    fits(d.norm, d.scans() ? values : d.value_dim, !d.scans(), "a recurrent layer's norm");
+    fits(d.norm, d.scans() ? real : d.value_dim, !d.scans(), "a recurrent layer's norm");
     fits(d.skip, d.value_heads, first.scans(), "a state space's skips");
     fits(d.convolution_bias, 2 * keys + values, false, "a convolution's bias");
     if (d.scans() != first.scans() || (d.scans() && d.b.data)) throw std::invalid_argument("recurrent layers differ in their kinds");
@@ -88,7 +89,7 @@ void check(const Weights& w) {
         } else if (l.conv.taps > 0) {
             if (!convolved) convolved = &l.conv;
             fits(l.conv, *convolved, l, c);
-        } else {
+        } else if (l.q.data || !l.feeds()) {
             attends = true;
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
             fits(l.k, kv, read, "a key matrix");
@@ -98,8 +99,8 @@ void check(const Weights& w) {
         if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > c.head_dim || c.head_dim % 16 != 0))
             throw std::invalid_argument("a layer whose heads are gated can have no bias and no norm over all of its queries");
         const Experts& e = l.experts;
-        if (const int inner = e.count > 0 ? e.shared : c.ffn; inner > 0) {
-            fits(l.gate, inner, c.hidden, "a gate matrix");
+        if (const int inner = e.count > 0 ? e.shared : l.up.data || !l.mixes() ? c.ffn : 0; inner > 0) {
+            if (c.activation != Activation::Relu) fits(l.gate, inner, c.hidden, "a gate matrix");
             fits(l.up, inner, c.hidden, "an up matrix");
             fits(l.down, c.hidden, inner, "a down matrix");
         }
@@ -119,6 +120,8 @@ void check(const Weights& w) {
         fits(l.embed_norm, c.hidden, false, "an embedding norm");
         if (!l.embed_norm.empty() && &l != &w.layers[0])
             throw std::invalid_argument("only the first layer can read embeddings beside features");
+        if (c.activation == Activation::Relu && (l.gate.data || e.gate.data))
+            throw std::invalid_argument("a layer whose activation is relu2 has no gate");
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
     }

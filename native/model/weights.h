@@ -41,7 +41,8 @@ struct DeltaNet {
     std::vector<float> decay, dt_bias;  // [value_heads]: decays are e^(decay * softplus(a + dt_bias))
     std::vector<float> norm;           // [value_dim]; of a state space, whose groups are normed behind the gate, [values] or none
     // [value_heads], of a state space: what of a value stands in the output beside the state's. It has no `b`: a token's update
-    // is its value times softplus(a + dt_bias), whatever the state is.
+    // is its value times softplus(a + dt_bias), whatever the state is. Of each value head the first values go into `o`, as many
+    // as that has inputs for; the others pad it.
     std::vector<float> skip;
     bool scans() const { return !skip.empty(); }
 };
@@ -53,14 +54,17 @@ struct ShortConv {
     std::vector<float> convolution;  // [taps][hidden], the oldest first
 };
 
-// Vectors that are empty are left out of the computation.
+// Vectors that are empty are left out of the computation, as are matrices of a layer that only mixes tokens or only feeds them
+// forward.
 struct Layer {
     Matrix q, k, v, o;
-    Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one
+    Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one; without `gate`, relu(up) stands in its place
     Experts experts;
     DeltaNet delta;  // with it, there are no q, k, v
     ShortConv conv;  // as with it
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
+    bool mixes() const { return q.data || recurs(); }
+    bool feeds() const { return up.data || experts.count > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
     std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]

@@ -79,6 +79,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 3, "attention_multiplier": 0.2,
         "logits_scaling": 3.0,
     }),
+    "nemotron_h": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        "num_hidden_layers": 5, "head_dim": 24, "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16,
+        "n_groups": 2,
+    }),
+    "nemotron_h-experts": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        "num_hidden_layers": 5, "head_dim": 16, "mamba_num_heads": 2, "mamba_head_dim": 64, "ssm_state_size": 32,
+        "n_groups": 1, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 1.7,
+    }),
+    "nemotron_h-layers": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["moe", "linear_attention", "linear_attention", "mlp", "full_attention"],
+        "num_hidden_layers": 5, "head_dim": 16, "mamba_num_heads": 2, "mamba_head_dim": 48, "ssm_state_size": 16,
+        "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80, "norm_topk_prob": False,
+    }),
     "ministral": ("Ministral", {
         "head_dim": 16,
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -366,6 +386,7 @@ ARCHITECTURES = {
     "Qwen3Next": "qwen3next",
     "Qwen3_5Moe": "qwen35moe",
     "GraniteMoeHybrid": "granitehybrid",
+    "NemotronH": "nemotron_h",
 }  # general.architecture, where it is not the family's name
 
 
@@ -379,6 +400,7 @@ FOLDERS_ALONE = (
     "qwen3_5-odd",
     "qwen3_next-layers",
     "lfm2_moe-plain",
+    "nemotron_h-layers",
 )
 
 
@@ -392,7 +414,8 @@ def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator)
     if extra.get("rope_parameters") == LLAMA3:
         plain = rope.inverse_frequencies(1e4, 16)
         frequencies = plain / from_folder(tmp_path, "is refused").ropes[0].frequencies
-    path = export(model, ARCHITECTURES.get(family, family.lower()), tmp_path / "m.gguf", frequencies=frequencies)
+    architecture = "nemotron_h_moe" if name == "nemotron_h-experts" else ARCHITECTURES.get(family, family.lower())
+    path = export(model, architecture, tmp_path / "m.gguf", frequencies=frequencies)
     tokens = rng.integers(0, 120, 150)
     found = [load_native(at, dtype="float32", kv_dtype="float32") for at in (tmp_path, path)]
     folder, gguf = (feed(each, each.kv.alloc(), tokens) for each in found)

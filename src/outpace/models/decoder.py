@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from outpace.models import families, metadata, rope
-from outpace.models.families import ATTENDING, BIASES, KEYS, OUTER, Family, Mixture
+from outpace.models.families import ATTENDING, BIASES, KEYS, Family, Mixture
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -21,10 +21,12 @@ _GGUF, _FOLDER = 0, 1  # columns of KEYS
 _Kind = TypeVar("_Kind", bound="DeltaNet | ShortConv")
 _MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _MOST_EXPERTS = 1 << 14
 _MIXERS = ("full_attention", "linear_attention")  # of layers with and without recurrence
 _MOST_HEADS, _MOST_TAPS = 1 << 12, 8  # of recurrent layers; native/model/weights.h
+_STATE_COLUMNS = 32  # of a tile of a state; native/kernels/table.h
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
@@ -38,6 +40,7 @@ REFUSED = {
     "use_bias": "its products have biases",
     "conv_bias": "its convolutions have biases",
     "mamba_proj_bias": "its state spaces' products have biases",
+    "moe_latent_size": "its experts work in a space of another size",
 }
 
 
@@ -91,7 +94,12 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class StateSpace(DeltaNet):
-    """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each."""
+    """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each.
+
+    ``width``: of a head, which is padded with zeros to ``value_dim``.
+    """
+
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,9 @@ class Decoder:
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
     recurrence: DeltaNet | ShortConv | None = None
     recurrent: tuple[bool, ...] = ()  # which layers are such; empty: none
+    fed: tuple[
+        bool, ...
+    ] = ()  # of layers that either mix tokens or feed them forward, which do that; empty: all do both
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
@@ -151,19 +162,30 @@ class Decoder:
     @property
     def attends(self) -> int:
         """How many layers have keys and values."""
-        return self.layers - sum(self.recurrent)
+        return self.layers - sum(self.recurrent) - sum(self.fed)
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention, or what stands in its place."""
+        return not self.fed or not self.fed[layer]
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward."""
+        return not self.fed or self.fed[layer]
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         experts = self.mixture(layer)
-        inner = self.inner if experts is None else experts.shared
-        if isinstance(net := self.state(layer), ShortConv):
+        inner = 0 if not self.feeds(layer) else self.inner if experts is None else experts.shared
+        found: dict[str, tuple[int, int]] = {}
+        if not self.mixes(layer):
+            pass
+        elif isinstance(net := self.state(layer), ShortConv):
             found = {"in": (3 * hidden, hidden), "o": (hidden, hidden)}
         elif net is not None:
             found = {
                 "qkv": (net.channels, hidden), "z": (net.values, hidden), "a": (net.value_heads, hidden),
-                "o": (hidden, net.values),
+                "o": (hidden, net.value_heads * net.width if isinstance(net, StateSpace) else net.values),
             }  # fmt: skip
             if not isinstance(net, StateSpace):
                 found["b"] = (net.value_heads, hidden)
@@ -171,7 +193,8 @@ class Decoder:
             queries = 2 * q if self.family.gated else q
             found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
         if inner:
-            found |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+            gate = {"gate": (inner, hidden)} if self.family.activation != "relu2" else {}
+            found |= {**gate, "up": (inner, hidden), "down": (hidden, inner)}
         return found
 
 
@@ -190,9 +213,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
     keys = facts.get(KEYS["kv_heads"][_GGUF])
-    if (family.conv or family.scan) and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
-        one = {f"{architecture}.{KEYS['kv_heads'][_GGUF]}": some.pop()}  # those of layers that attend
-        facts = Facts(gguf.path.name, {**gguf.metadata, **one}, f"{architecture}.", verdict)
+    inners = facts.get(KEYS["inner"][_GGUF]) if family.single else None
+    for name, each in (("kv_heads", keys if family.conv or family.scan else None), ("inner", inners)):
+        if isinstance(each, np.ndarray) and len(some := {int(n) for n in each} - {0}) == 1:
+            one = {f"{architecture}.{KEYS[name][_GGUF]}": some.pop()}  # of layers that have some
+            facts = Facts(gguf.path.name, {**facts.all, **one}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
@@ -219,6 +244,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     # What stretches rotations is meant for layers that see all.
     ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
+    fed = _gguf_fed(facts, family, layers, keys, inners)
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
     decoder = _decoder(
         facts,
@@ -230,14 +256,16 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         rotated=[
             (not family.unrotated_every or (i + 1) % family.unrotated_every > 0)
             and (family.rotates_if is None or facts.flag(family.rotates_if[2], True))
+            and family.rotates
             for i in range(layers)
         ],
         windows=_gguf_windows(facts, family, layers),
         scale=scalar**-0.5,
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
-        mixture=_gguf_experts(facts, gguf, family.mixture, layers),
-        nets=_gguf_nets(facts, family, layers, keys),
+        mixture=_gguf_experts(facts, gguf, family.mixture, layers, fed),
+        nets=_gguf_nets(facts, family, layers, keys, fed),
+        fed=fed,
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
     )
@@ -262,6 +290,8 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
     renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
     facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
+    if family.single:
+        facts = facts.about({**facts.all, **_single_layers(facts)})
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
@@ -291,19 +321,20 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
         nets=_folder_nets(facts, family, layers),
+        fed=tuple(kind in ("mlp", "moe") for kind in facts.get("layer_types")) if family.single else (),
         norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
         beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=_MOST_LAYERS, least=0),
-        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, text is not None),
+        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None),
         wrapped=text is not None,
     )
 
 
-def _has_own_head(folder: Path, wrapped: bool) -> bool:
+def _has_own_head(folder: Path, family: Family, wrapped: bool) -> bool:
     """Whether a folder has a head with other values than its embedding, which then counts whatever config.json says."""
     _, stored = safetensors.read_folder(folder)
     if wrapped:
         stored = {name: tensor for full, tensor in stored.items() if (name := families.text_name(full)) is not None}
-    embedding, head = (stored.get(f"{OUTER[part][_FOLDER]}.weight") for part in ("embedding", "head"))
+    embedding, head = (stored.get(f"{family.outer[part][_FOLDER]}.weight") for part in ("embedding", "head"))
     if embedding is None or head is None:
         return False
     if (embedding.type, embedding.shape) != (head.type, head.shape):
@@ -334,6 +365,7 @@ def _decoder(
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
     nets: tuple[DeltaNet | ShortConv | None, tuple[bool, ...]],
+    fed: tuple[bool, ...],
     norms: bool,
     beyond: int,
     wrapped: bool = False,
@@ -377,6 +409,7 @@ def _decoder(
         mixed=mixture[1],
         recurrence=nets[0],
         recurrent=nets[1],
+        fed=fed,
         norms=norms,
         beyond=beyond,
         wrapped=wrapped,
@@ -385,7 +418,8 @@ def _decoder(
 
 def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a folder's mixtures are, and which layers are mixtures."""
-    if rule is None or (rule.optional and facts.get(rule.count) == 0):
+    kinds = facts.get("layer_types") or []
+    if rule is None or (rule.optional and (facts.get(rule.count) == 0 or ("mlp" in kinds and "moe" not in kinds))):
         return None, ()
     first = facts.whole(rule.first, least=0) if rule.first else 0
     last = facts.whole(rule.last, least=-1) if rule.last else -1
@@ -393,7 +427,9 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
     if not isinstance(dense or [], list):
         raise facts.fail(f"{rule.dense} is {brief(dense)}, not a list of layers")
     mixed = tuple(
-        first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
+        kinds[i] == "moe"
+        if "moe" in kinds
+        else first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
         for i in range(layers)
     )
     if not any(mixed):
@@ -416,10 +452,10 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
 
 
 def _gguf_experts(
-    facts: Facts, gguf: GGUFFile, rule: Mixture | None, layers: int
+    facts: Facts, gguf: GGUFFile, rule: Mixture | None, layers: int, fed: tuple[bool, ...]
 ) -> tuple[Experts | None, tuple[bool, ...]]:
-    """What a GGUF file's mixtures are, and which layers are mixtures. Sizes are the tensors'; a key that says another
-    is refused."""
+    """What a GGUF file's mixtures are, and which layers are mixtures: of ``fed``, where that is not empty, some. Sizes
+    are the tensors'; a key that says another is refused."""
     if rule is None:
         return None, ()
     if rule.optional and not facts.get("expert_count", 0):
@@ -442,20 +478,20 @@ def _gguf_experts(
         raise facts.fail(
             f"it is a mixture of experts ({facts.prefix}expert_count), and no layer has the tensor {router}"
         )
-    if mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
+    if not fed and mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
         where = f"leading_dense_block_count {dense}, interleave_moe_layer_step {step}"
         raise facts.fail(f"other layers have a router than its description says ({where})")
-    names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["gate"][_GGUF]]
+    names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["up"][_GGUF]]
     sizes = [shape for name in names if (shape := _shape(gguf, name))]
     if not sizes:
         raise facts.fail(f"it has no tensor {names[0]!r}, so the model is incomplete")
     inner, shared = sizes[0][-2], 0
-    if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['gate'][_GGUF]}.weight")):
+    if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['up'][_GGUF]}.weight")):
         shared = size[0]
     said = {"expert_feed_forward_length": inner}
     said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
     said |= {"feed_forward_length": inner} if rule.inner == KEYS["inner"][_FOLDER] else {}
-    said |= {"expert_shared_count": shared // inner} if rule.shared_count else {}
+    said |= {"expert_shared_count": shared // inner if rule.shared_count else 1} if rule.shared else {}
     for key, value in said.items():
         if facts.whole(key, value, least=0) != value:
             raise facts.fail(f"its {facts.prefix}{key} is {facts.get(key)}, and its tensors say {value}")
@@ -490,7 +526,7 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
         convolved = tuple(kind == "conv" for kind in listed)
         return _attending(facts, ShortConv(facts.whole("conv_L_cache", most=_MOST_TAPS)), convolved)
     if family.scan is not None:
-        return _folder_scan(facts, family.scan.prefix, layers)
+        return _folder_scan(facts, family.scan, layers)
     if family.delta is None:
         return None, ()
     kinds = facts.get("layer_types")
@@ -510,11 +546,12 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
     return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
 
 
-def _folder_scan(facts: Facts, prefix: str, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
+def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
     """What a folder's state spaces are, and which layers are such."""
     kinds = facts.get("layer_types")
     scans = ("linear_attention", "mamba")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in scans + ATTENDING for kind in kinds):
+    known = (*scans, *ATTENDING, "mlp", "moe")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise facts.fail("layer_types must name mamba or attention for each layer")
     recurrent = tuple(kind in scans for kind in kinds)
     if not any(recurrent):
@@ -522,29 +559,28 @@ def _folder_scan(facts: Facts, prefix: str, layers: int) -> tuple[StateSpace | N
     limit = facts.get("time_step_limit")
     if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers' spelling is the last
         raise facts.fail(f"it limits time steps (time_step_limit {brief(limit)})")
-    heads = facts.whole(f"{prefix}n_heads", most=_MOST_HEADS)
-    inner = facts.whole("hidden_size") * facts.whole(f"{prefix}expand")
-    width = inner // heads if facts.get(f"{prefix}d_head") == "auto" else facts.whole(f"{prefix}d_head")
-    if width * heads != inner:
-        raise facts.fail(
-            f"its state spaces' {heads} heads of {width} are not {prefix}expand times hidden_size, {inner}"
-        )
+    heads = facts.whole(rule.heads, most=_MOST_HEADS)
+    inner = facts.whole("hidden_size") * facts.whole(rule.expand) if rule.expand else 0
+    width = inner // heads if facts.get(rule.head_dim) == "auto" else facts.whole(rule.head_dim, most=_MOST_HEADS)
+    if rule.expand and width * heads != inner:
+        raise facts.fail(f"its state spaces' {heads} heads of {width} are not {rule.expand} times hidden_size, {inner}")
     net = StateSpace(
-        key_heads=facts.whole(f"{prefix}n_groups", most=_MOST_HEADS),
+        key_heads=facts.whole(rule.groups, most=_MOST_HEADS),
         value_heads=heads,
-        key_dim=facts.whole(f"{prefix}d_state", most=_MOST_HEADS),
-        value_dim=width,
-        taps=facts.whole(f"{prefix}d_conv", most=_MOST_TAPS),
+        key_dim=facts.whole(rule.state, most=_MOST_HEADS),
+        value_dim=width + -width % _STATE_COLUMNS,
+        taps=facts.whole(rule.taps, most=_MOST_TAPS),
         tiled=False,
+        width=width,
     )
     return _fitting(facts, net, recurrent)
 
 
 def _gguf_nets(
-    facts: Facts, family: Family, layers: int, keys: Any
+    facts: Facts, family: Family, layers: int, keys: Any, fed: tuple[bool, ...]
 ) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
     """What a GGUF file's recurrent layers are, and which layers are such: those whose number of ``keys`` is 0, where
-    layers differ in it."""
+    layers differ in it, and that are not ``fed``."""
     if family.conv is not None:
         if not isinstance(keys, np.ndarray) or len(keys) != layers:
             raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
@@ -556,22 +592,49 @@ def _gguf_nets(
         every = facts.whole("full_attention_interval", family.delta.attends_every)
         recurrent = tuple((i + 1) % every > 0 for i in range(layers))
     elif isinstance(keys, np.ndarray) and len(keys) == layers:
-        recurrent = tuple(int(n) == 0 for n in keys)
+        recurrent = tuple(int(n) == 0 and not (fed and fed[i]) for i, n in enumerate(keys))
     else:
         raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
     heads = facts.whole("ssm.time_step_rank", most=_MOST_HEADS)
     inner = facts.whole("ssm.inner_size")
     if inner % heads:
         raise facts.fail(f"its ssm.inner_size of {inner} is not shared by {heads} heads (ssm.time_step_rank)")
-    net = (StateSpace if family.delta is None else DeltaNet)(
+    width = inner // heads
+    net = DeltaNet(
         key_heads=facts.whole("ssm.group_count", most=_MOST_HEADS),
         value_heads=heads,
         key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
-        value_dim=inner // heads,
+        value_dim=width,
         taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
         tiled=family.delta is not None and family.delta.tiled,
     )
+    if family.delta is None:
+        net = StateSpace(**{**asdict(net), "value_dim": width + -width % _STATE_COLUMNS, "width": width})
     return _fitting(facts, net, recurrent)
+
+
+def _gguf_fed(facts: Facts, family: Family, layers: int, keys: Any, inners: Any) -> tuple[bool, ...]:
+    """Of a file whose layers either mix tokens or feed them forward: which do that."""
+    if not family.single:
+        return ()
+    if any(not isinstance(each, np.ndarray) or len(each) != layers for each in (keys, inners)):
+        raise facts.fail("attention.head_count_kv and feed_forward_length must have a number for each layer")
+    if any(n and inner for n, inner in zip(keys, inners, strict=True)):
+        raise facts.fail(
+            "a layer of it has attention and a feed-forward (attention.head_count_kv, feed_forward_length)"
+        )
+    return tuple(int(inner) > 0 for inner in inners)
+
+
+def _single_layers(facts: Facts) -> dict[str, Any]:
+    """How many layers a folder has that either mix tokens or feed them forward, and the kind of each."""
+    kinds, pattern = facts.get("layers_block_type"), facts.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_LETTERS.get(letter) for letter in pattern]
+    known = {*_LETTERS.values(), "mamba", "attention"}
+    if not isinstance(kinds, list) or not kinds or len(kinds) > _MOST_LAYERS or set(kinds) - known:
+        raise facts.fail("layers_block_type must name mamba, attention, mlp or moe for each layer")
+    return {"num_hidden_layers": len(kinds), "layer_types": kinds}
 
 
 def _fitting(facts: Facts, net: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
@@ -663,6 +726,8 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
 
 def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
     """Which layers of a folder's model rotate."""
+    if not family.rotates:
+        return [False] * layers
     if family.rotates_if is not None:
         return [facts.get(family.rotates_if[0]) == family.rotates_if[1]] * layers
     if not family.unrotated_every:

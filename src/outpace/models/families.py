@@ -2,7 +2,7 @@
 
 A new one is a ``Family`` in ``FAMILIES`` and a test; ``decoder`` turns it and a model's own numbers into a ``Decoder``,
 ``weights.tensors`` finds the tensors. The base is Llama: RMSNorm before both branches, SwiGLU, rotation of half against
-half over the whole head, scores scaled by head_dim^-0.5.
+half over the whole head, scores scaled by head_dim^-0.5. The file is long because it is one table.
 """
 
 from __future__ import annotations
@@ -177,7 +177,13 @@ class StateSpace:
     dt_bias: Places = (("ssm_dt.bias",), ("mamba.dt_bias",))
     skip: Places = (("ssm_d",), ("mamba.D",))
     norm: Places = (("ssm_norm.weight",), ("mamba.norm.weight",))
-    prefix: str = "mamba_"  # of its numbers in config.json
+    # Its numbers in config.json. ``expand``: how many times hidden_size its heads have together; None: any size.
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    taps: str = "mamba_d_conv"
+    expand: str | None = "mamba_expand"
 
     @property
     def matrices(self) -> Names:
@@ -231,6 +237,7 @@ class Family:
     transformers: str  # model_type
     layer: Names
     gguf: str | None = None  # general.architecture; None: its GGUF files name another family
+    gguf_mixed: str | None = None  # of its files with experts, where that is another
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
@@ -251,10 +258,15 @@ class Family:
     unrotated_every: int = 0  # each so many layers one has no rotation
     # Keys without whose value no layer has: config.json's with that value, and a flag of GGUF files.
     rotates_if: tuple[str, str, str] | None = None
+    rotates: bool = True  # any layer
+    # A layer either mixes tokens or feeds them forward. Kinds stand in layers_block_type, or, a letter each, in
+    # hybrid_override_pattern; GGUF files have 0 keys, or a feed-forward size of 0, where a layer has none.
+    single: bool = False
+    layers: str = SPELLINGS[1]  # of a part of a layer, in folders
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
-    activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's
+    activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's; or "relu2", of layers without a gate
     activation_key: str | None = "hidden_act"  # None: there is no choice
     adjusts_inner: bool = False  # its config.json may say that the inner size is made of the one it gives
     outer: Names = field(default_factory=lambda: OUTER)
@@ -508,6 +520,57 @@ FAMILIES = (
         aliases={"layers_block_type": "layer_types", "num_experts": "num_local_experts"},
     ),
     Family(
+        "nemotron_h", "NemotronHForCausalLM", "nemotron_h",
+        {
+            **{part: (f"attn_{part}", f"mixer.{part}_proj") for part in ("q", "k", "v")},
+            "o": ("attn_output", "mixer.o_proj"), "up": ("ffn_up", "mixer.up_proj"),
+            "down": ("ffn_down", "mixer.down_proj"), **dict.fromkeys(("attn_norm", "ffn_norm"), ("attn_norm", "norm")),
+        },
+        "nemotron_h", "nemotron_h_moe", single=True, layers="backbone.layers.{}.{}", rotates=False,
+        scan=StateSpace(
+            into=("ssm_in", "mixer.in_proj"), o=("ssm_out", "mixer.out_proj"),
+            convolution=(("ssm_conv1d.weight",), ("mixer.conv1d.weight",)),
+            convolution_bias=(("ssm_conv1d.bias",), ("mixer.conv1d.bias",)),
+            decay=(("ssm_a",), ("mixer.A_log",)), dt_bias=(("ssm_dt.bias",), ("mixer.dt_bias",)),
+            skip=(("ssm_d",), ("mixer.D",)), norm=(("ssm_norm.weight",), ("mixer.norm.weight",)),
+            heads="mamba_num_heads", head_dim="mamba_head_dim", groups="n_groups", state="ssm_state_size",
+            taps="conv_kernel", expand=None,
+        ),
+        activation="relu2", activation_key="mlp_hidden_act", biases=(),
+        outer={
+            "embedding": ("token_embd", "backbone.embeddings"), "final_norm": ("output_norm", "backbone.norm_f"),
+            "head": ("output", "lm_head"),
+        },
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("mixer.gate.weight",)),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"{at}.{{}}.{part}_proj.weight", f"{at}.{part}_proj"))
+                for part, at in dict.fromkeys(("up", "down"), "mixer.experts").items()
+            },
+            shared={part: (f"ffn_{part}_shexp", f"mixer.shared_experts.{part}_proj") for part in ("up", "down")},
+            choice_bias=(("exp_probs_b.bias",), ("mixer.gate.e_score_correction_bias",)),
+            count="n_routed_experts", optional=True, shared_inner="moe_shared_expert_intermediate_size",
+            score="sigmoid", renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor",
+        ),
+        refuses=("mlp_bias", "use_bias", "moe_latent_size"),
+        requires={"use_conv_bias": (True,), "mamba_hidden_act": ("silu",), "n_group": (1,), "topk_group": (1,)},
+        brings_code=True,
+        absent={
+            "num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096,
+            "intermediate_size": 21504, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True, "mamba_num_heads": 128,
+            "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "vocab_size": 131072,
+        },
+        aliases={
+            "layer_norm_epsilon": "rms_norm_eps", "num_local_experts": "n_routed_experts",
+            "layer_types": "layers_block_type", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
+    ),
+    Family(
         "seed_oss", "SeedOssForCausalLM", "seed_oss",
         {**_LAYER, **_NORMS_BEFORE, "ffn_norm": ("post_attention_norm", "post_attention_layernorm")}, "seed_oss",
         biases=("q", "k", "v"), refuses=("mlp_bias", "attention_out_bias"),
@@ -745,7 +808,7 @@ def text_name(name: str) -> str | None:
 
 def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False) -> Family | None:
     """The family of GGUF files of this architecture. ``windowed``, ``mixed``: of those with a window, with experts."""
-    family = next((family for family in FAMILIES if family.gguf == architecture), None)
+    family = next((family for family in FAMILIES if architecture in (family.gguf, family.gguf_mixed)), None)
     name = None if family is None else (windowed and family.windowed) or (mixed and family.mixed)
     return next(other for other in FAMILIES if other.name == name) if name else family
 

@@ -28,7 +28,6 @@ READ = tuple(name for name, _, _ in _native.source_types().values())  # types of
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
-_EXPERT_PARTS = ("gate", "up", "down")
 _NET_PARTS = ("qkv", "z", "b", "a")  # of a recurrent layer
 _VERDICT = "cannot be served by the native backend"
 MAX_HEAD = 256  # native/kernels/table.h
@@ -50,7 +49,7 @@ def estimate(
     for i in range(model.layers):
         matrices += [(weights.matrix(i, name), target) for name in model.shapes(i)]
         if model.mixture(i) is not None:
-            matrices += [(weights.experts(i, name), target) for name in _EXPERT_PARTS]
+            matrices += [(weights.experts(i, name), target) for name in weights.expert_parts]
             matrices.append((weights.router(i), "f32"))
     matrices += [(weights.matrix(None, name), target) for name in ("embedding", *(() if model.tied else ("head",)))]
     total = 0
@@ -183,7 +182,7 @@ class _Parts:
         elif model.family.gated:
             layer["gated"] = True
         if (experts := model.mixture(i)) is not None:
-            joined = {name: weights.experts(i, name) for name in _EXPERT_PARTS}
+            joined = {name: weights.experts(i, name) for name in weights.expert_parts}
             router = weights.router(i)
             layer["experts"] = {
                 "count": experts.count, "used": experts.used, "inner": experts.inner, "shared": experts.shared,

@@ -159,16 +159,25 @@ class Weights:
         """Of a layer's parts, the experts' aside; of a mixture, the shared expert's in place of a dense one's."""
         family, absent = self._decoder.family, () if self._decoder.norms else ("q_norm", "k_norm")
         names = {part: both for part, both in family.layer.items() if part not in absent}
+        if self._decoder.fed:
+            other = ("up", "down", "ffn_norm") if self._decoder.mixes(layer) else ("q", "k", "v", "o", "attn_norm")
+            names = {part: both for part, both in names.items() if part not in other}
         if family.recurrent is not None and self._decoder.state(layer) is not None:
             for part in ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
             names |= family.recurrent.matrices
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
-        dense = {part: names.pop(part) for part in ("gate", "up", "down")}
+        dense = {part: names.pop(part) for part in ("gate", "up", "down") if part in names}
         return names | {part: family.mixture.shared[part] for part in dense if part in family.mixture.shared}
 
     # -- mixtures of experts ------------------------------------------------------------------------------------------
+
+    @property
+    def expert_parts(self) -> tuple[str, ...]:
+        """What experts have of "gate", "up" and "down"."""
+        mixture = self._decoder.family.mixture
+        return () if mixture is None else tuple(mixture.experts)
 
     def experts(self, layer: int, part: str) -> JoinedTensor:
         """A part ("gate", "up", "down") of all of a layer's experts, each one's rows padded to ``EXPERT_ROWS``.
@@ -192,7 +201,11 @@ class Weights:
                 )
             return JoinedTensor(each[0].type, columns, count, rows, padding, lambda i: each[i].data)
         stored = self._found(full)
-        halves = part != "down" and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
+        halves = (
+            part != "down"
+            and "gate" in mixture.experts
+            and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
+        )
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
         if mixture.woven and self._spelling:
             return self._woven(full, stored, (count, columns, size), part, rows, padding)
@@ -279,11 +292,16 @@ class Weights:
     @staticmethod
     def _rows_of(net: decoders.DeltaNet, name: str) -> tuple[int, npt.NDArray[np.int64]]:
         """How many rows a tensor has in which a recurrent layer's matrices stand together, and a matrix's own of these,
-        those of each of its letters together: by key head, or, of a state space, z, v, k, q, a."""
+        those of each of its letters together: by key head, or, of a state space, z, v, k, q, a; -1: a row of zeros."""
         if isinstance(net, decoders.StateSpace):
-            parts = {"z": net.values, "v": net.values, "k": net.keys, "q": net.keys, "a": net.value_heads}
+            inner = net.value_heads * net.width
+            parts = {"z": inner, "v": inner, "k": net.keys, "q": net.keys, "a": net.value_heads}
             first = dict(zip(parts, np.cumsum([0, *parts.values()])[:-1], strict=True))
-            return sum(parts.values()), np.concatenate([np.arange(parts[part]) + first[part] for part in name])
+            rows = {part: np.arange(size) + first[part] for part, size in parts.items()}
+            for part in "zv":
+                heads = rows[part].reshape(net.value_heads, net.width)
+                rows[part] = np.pad(heads, ((0, 0), (0, net.value_dim - net.width)), constant_values=-1).reshape(-1)
+            return sum(parts.values()), np.concatenate([rows[part] for part in name])
         shared = net.value_heads // net.key_heads
         sizes = {"q": net.key_dim, "k": net.key_dim, "v": shared * net.value_dim, "z": shared * net.value_dim}
         if name in ("b", "a"):
@@ -301,8 +319,9 @@ class Weights:
             raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, hidden]}")
 
         def read(i: int) -> npt.NDArray[np.uint8]:
-            values = stored.data.reshape(stored.shape[0], -1)[rows]
-            return np.ascontiguousarray(values).reshape(-1)
+            values = np.ascontiguousarray(stored.data.reshape(stored.shape[0], -1)[rows])
+            values[rows < 0] = 0
+            return values.reshape(-1)
 
         return JoinedTensor(stored.type, hidden, 1, len(rows), 0, read)
 
@@ -316,17 +335,22 @@ class Weights:
         assert rule is not None
         assert isinstance(net, decoders.DeltaNet)
         decay = self._numbers(layer, rule.decay, net.value_heads)
-        taps = self._numbers(layer, rule.convolution, net.channels, net.taps)
+        channels = net.channels
+        if isinstance(net, decoders.StateSpace):
+            channels -= net.value_heads * (net.value_dim - net.width)
+        taps = self._numbers(layer, rule.convolution, channels, net.taps)
         found = {
             "decay": -np.exp(decay) if self._spelling else decay,
             "dt_bias": self._numbers(layer, rule.dt_bias, net.value_heads),
         }
         if isinstance(rule, StateSpace):
-            order = self._rows_of(net, "qkv")[1] - net.values  # of the tensor's, where the gate comes first
-            taps = taps[order]
-            found["convolution_bias"] = self._numbers(layer, rule.convolution_bias, net.channels)[order]
+            assert isinstance(net, decoders.StateSpace)
+            values = net.value_heads * net.width
+            order = self._rows_of(net, "qkv")[1] - values  # of the tensor's, where the gate comes first
+            bias = self._numbers(layer, rule.convolution_bias, channels)
+            taps, found["convolution_bias"] = (np.where(order < 0, 0, each[order].T).T for each in (taps, bias))
             found["skip"] = self._numbers(layer, rule.skip, net.value_heads)
-            shape = (net.values,) if self._spelling else (net.key_heads, net.values // net.key_heads)
+            shape = (values,) if self._spelling else (net.key_heads, values // net.key_heads)
             found["norm"] = self._numbers(layer, rule.norm, *shape).reshape(-1)
         else:
             found["norm"] = self._numbers(layer, rule.norm, net.value_dim)
@@ -352,7 +376,7 @@ class Weights:
             return name
         if self._spelling and beyond >= 0 and family.heads is not None and family.heads.layer is not None:
             return family.heads.layer.format(beyond, name)
-        return SPELLINGS[self._spelling].format(layer, name)
+        return (family.layers if self._spelling else SPELLINGS[0]).format(layer, name)
 
     @property
     def drafts(self) -> bool:
@@ -412,7 +436,8 @@ class Weights:
             names = self._names(layer)
             for part in names:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
-                    ours, place = (SPELLINGS[i].format(layer, names[part][i]) for i in (column, 1))
+                    spellings = (SPELLINGS[0], self._decoder.family.layers)
+                    ours, place = (spellings[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
             for full in (*self._of_mixture(layer), *self._of_net(layer)):
                 yield full, full, "experts"
