@@ -60,6 +60,12 @@ def export(
                     writer.add_float32(f"{architecture}.rope.scaling.yarn_beta_{end}", rope[f"beta_{end}"])
             if "attention_factor" in rope:  # beside what yarn makes of the factor
                 writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(rope["factor"]) + 1))
+    if architecture == "mistral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        else:  # which the converter does not write
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -143,7 +149,7 @@ def export(
             continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
-        if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "mistral3", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if (

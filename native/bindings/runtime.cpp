@@ -1,6 +1,7 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include <chrono>
 #include <memory>
@@ -84,7 +85,7 @@ Layer layer_of(const Named& d) {
 }
 
 void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const std::vector<std::pair<Floats, float>>& ropes) {
+    const Floats& final_norm, const std::vector<std::tuple<Floats, float, float, int>>& ropes) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
     read<int, Config>(c, config,
@@ -102,7 +103,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;
-    for (const auto& [frequencies, scale] : ropes) tables.push_back({values_of(frequencies), scale});
+    for (const auto& [frequencies, scale, growth, period] : ropes) tables.push_back({values_of(frequencies), scale, growth, period});
     new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), std::move(tables));
 }
 

@@ -48,7 +48,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
             const float* all = vectors(s_.q.get() + static_cast<size_t>(t) * l.q.out_padded(), l.q_bias, l.q_norm);
             std::memcpy(q, all + head * (l.gated ? 2 * d : d), static_cast<size_t>(d) * 4);
             std::fill(q + d, q + padded, 0.0f);
-            ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
+            ready(q, l.q_bias, l.q_norm, head, rope ? times(c_.attention_scale, rope->growth(tok.turn)) : c_.attention_scale);
         } else if (head < c_.heads + c_.kv_heads) {
             const int h = head - c_.heads;
             float* k = vectors(s_.k.get() + static_cast<size_t>(t) * l.k.out_padded(), l.k_bias, l.k_norm) + h * d;

@@ -16,14 +16,16 @@ void Rope::cover(int positions) {
     cos_.reserve(static_cast<size_t>(target) * half());
     sin_.reserve(static_cast<size_t>(target) * half());
     for (int p = covered_; p < target; ++p) {
-        for (const float frequency : inverse_) {
+        for (const float frequency : table_.frequencies) {
             // The angle is rounded to float32 as in the models' training code; its cosine is exact to float32.
             const float angle = static_cast<float>(p) * frequency;
             double cosine, sine;
             circle(static_cast<double>(angle), &cosine, &sine);
-            cos_.push_back(static_cast<float>(cosine) * scale_);
-            sin_.push_back(static_cast<float>(sine) * scale_);
+            cos_.push_back(static_cast<float>(cosine) * table_.scale);
+            sin_.push_back(static_cast<float>(sine) * table_.scale);
         }
+        if (table_.growth > 0.0f)
+            growth_.push_back(static_cast<float>(1.0 + static_cast<double>(table_.growth) * natural_log(1.0 + p / table_.period)));
     }
     covered_ = target;
 }
@@ -77,7 +79,7 @@ Model::Model(
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
-    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
+    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) places_.push_back(l.recurs() ? recur++ : attend++);
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {

@@ -18,18 +18,19 @@
 
 namespace outpace {
 
-// Cosines and sines of position * inverse_frequency, times a scale, computed when a position is first seen.
+// Cosines and sines of position * inverse_frequency, times a scale, and what queries grow by, computed when a position is first seen.
 class Rope {
 public:
-    Rope(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
+    explicit Rope(RopeTable table) : table_(std::move(table)) {}
     void cover(int positions);
-    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    size_t half() const { return inverse_.size(); }
+    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * half(); }
+    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * half(); }
+    float growth(int position) const { return growth_.empty() ? 1.0f : growth_[static_cast<size_t>(position)]; }
+    size_t half() const { return table_.frequencies.size(); }
 
 private:
-    std::vector<float> inverse_, cos_, sin_;
-    float scale_;
+    RopeTable table_;
+    std::vector<float> cos_, sin_, growth_;
     int covered_ = 0;
 };
 

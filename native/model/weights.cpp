@@ -121,8 +121,9 @@ void check(const Weights& w) {
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
     if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
-    for (const auto& [frequencies, scale] : w.ropes)
-        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
+    for (const auto& [frequencies, scale, growth, period] : w.ropes)
+        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0) || !(growth >= 0) ||
+            (growth > 0 && period < 1))
             throw std::invalid_argument("a rope table does not fit the head size");
 }
 

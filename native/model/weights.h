@@ -83,6 +83,8 @@ struct Config {
 struct RopeTable {
     std::vector<float> frequencies;  // inverse ones
     float scale;                     // of cosines and sines
+    float growth = 0.0f;             // queries are multiplied by 1 + growth * ln(1 + position / period), the ratio rounded down
+    int period = 0;
 };
 
 // Never changed once it is made, so that any number of models can share it.

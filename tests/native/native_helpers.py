@@ -121,6 +121,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     if architecture in ("gemma3", "phi3", "gpt-oss"):
         out.add_sliding_window(s.get("window", 512))
 
+    if architecture == "mistral3":
+        out.add_attn_temperature_scale(0.4)
+        out.add_rope_scaling_orig_ctx_len(32)
     if s.get("tokenizer"):
         alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256)))]
         out.add_tokenizer_model("gpt2")

@@ -73,6 +73,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
+    "ministral3": ("Ministral3", {
+        "head_dim": 24, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 32, "factor": 16.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }),
     "seed_oss": ("SeedOss", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "olmo3-yarn": ("Olmo3", {
         "num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": YARN | {"rope_theta": 5e5},
@@ -301,7 +307,9 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
     "Mistral3": {
-        "text_config": COMMON | {"model_type": "mistral", "head_dim": 16},
+        "text_config": COMMON | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4,
+        }},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
     },
     "Qwen3VL": {
@@ -343,6 +351,7 @@ def test_the_text_of_a_model_that_reads_images(
 
 ARCHITECTURES = {
     "Mistral": "llama",
+    "Ministral3": "mistral3",
     "SeedOss": "seed_oss",
     "Olmo3": "olmo2",
     "Mixtral": "llama",

@@ -204,9 +204,13 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     longest = facts.whole(KEYS["max_length"][_GGUF])
     ropes = [
         rope.from_gguf(
-            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates
+            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates,
+            family.grows,
         )
     ]
+    if family.grows:
+        original = "rope.scaling.original_context_length"
+        ropes = [rope.growing(ropes[0], facts, "attention.temperature_scale", original, longest)]
     # What stretches rotations is meant for layers that see all.
     ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
@@ -634,5 +638,9 @@ def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
             entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        tables.append(rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest))
+        table = rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest)
+        if family.grows:
+            growth, there = "llama_4_scaling_beta", "original_max_position_embeddings"
+            table = rope.growing(table, facts.about(entries), growth, there, longest)
+        tables.append(table)
     return tables

@@ -224,6 +224,7 @@ class Family:
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
     rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
+    grows: bool = False  # queries grow with their position, where the files say so
     unrotated_every: int = 0  # each so many layers one has no rotation
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
@@ -466,6 +467,19 @@ FAMILIES = (
     Family(
         "ministral", "MinistralForCausalLM", "ministral", {**_LAYER, **_NORMS_BEFORE}, windows=Windows(), biases=(),
         absent={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
+    Family(
+        "ministral3", "Ministral3ForCausalLM", "ministral3", {**_LAYER, **_NORMS_BEFORE}, "mistral3",
+        windows=Windows(every=True), biases=(), interleaved=True, grows=True,
+        absent={
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,

@@ -214,8 +214,11 @@ class _Parts:
         }
 
     @property
-    def ropes(self) -> list[tuple[F32, float]]:
-        return [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in self._model.ropes]
+    def ropes(self) -> list[tuple[F32, float, float, int]]:
+        return [
+            (np.ascontiguousarray(table.frequencies, np.float32), table.scale, table.growth, table.period)
+            for table in self._model.ropes
+        ]
 
 
 def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:
