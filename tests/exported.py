@@ -149,7 +149,9 @@ def export(
             continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
-        if architecture in ("llama", "mistral3", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "mistral3", "granite", "granitemoe", "smollm3") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if (

@@ -204,7 +204,14 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     longest = facts.whole(KEYS["max_length"][_GGUF])
     ropes = [
         rope.from_gguf(
-            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates,
+            facts,
+            bases[0],
+            head_dim,
+            family.rotates_part,
+            longest,
+            factors[0],
+            factors[1],
+            family.yarn_truncates,
             family.grows,
         )
     ]
@@ -256,7 +263,12 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
-        raise facts.fail("its weights are quantised in a format other than GGUF")
+        method = facts.part("quantization_config").get("quant_method")
+        if method != "mxfp4" or family.mixture is None or not family.mixture.mxfp4:
+            raise facts.fail(
+                f"its weights are quantised in a format other than GGUF (quantization_config, method {method!r}): "
+                "get a GGUF file of it, or its weights in 16 bits"
+            )
     activation = "silu" if family.activation_key is None else facts.get(family.activation_key)
     if ACTIVATIONS.get(str(activation)) != family.activation and family.activation in ACTIVATIONS.values():
         raise facts.fail(f"its activation {activation!r} is not supported")

@@ -118,6 +118,7 @@ class Mixture:
     choice_flag: str | None = None  # ... unless this key of config.json is false
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
+    mxfp4: bool = False  # or, in a quantised folder, outputs by blocks of inputs, and scales of these blocks
     count: str = "num_experts"
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
@@ -623,7 +624,7 @@ FAMILIES = (
         mixture=Mixture(
             router=(("ffn_gate_inp.weight",), ("mlp.router.weight",)),
             experts={
-                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}",))
+                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}", f"mlp.experts.{theirs}_blocks"))
                 for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
             },
             biases={
@@ -633,7 +634,7 @@ FAMILIES = (
                     for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
                 },
             },
-            woven=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
+            woven=True, mxfp4=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
         ),
         absent={
             "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,

@@ -22,7 +22,13 @@ from outpace.models.weights.gguf import GGUFFile
 _BESIDE = ({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}, set[str]())  # the decoder's
 _DERIVED = ".rotary_emb.inv_freq"  # what old checkpoints keep although it follows from the description
 EXPERT_ROWS = 64  # experts' rows are padded to a multiple; native/model/weights.h
+_BLOCKS = "_blocks"  # how names of MXFP4 tensors in folders end
 _NUMBER = {0: re.compile(r"blk\.(\d+)\."), 1: re.compile(r"model\.layers\.(\d+)\.")}
+
+
+def _scales(blocks: str) -> str:
+    """The tensor beside one of ``_BLOCKS``."""
+    return f"{blocks.removesuffix(_BLOCKS)}_scales"
 
 
 class Weights:
@@ -189,6 +195,8 @@ class Weights:
         stored = self._found(full)
         halves = part != "down" and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
+        if full.endswith(_BLOCKS):
+            return self._mxfp4(full, stored, (count, size, columns), part, rows, padding)
         if mixture.woven and self._spelling:
             return self._woven(full, stored, (count, columns, size), part, rows, padding)
         if stored.shape != (count, size, columns):
@@ -218,6 +226,31 @@ class Weights:
             return np.ascontiguousarray(values[:, every].T).view(np.uint8).reshape(-1)
 
         return JoinedTensor(stored.type, inputs, count, rows, padding, read)
+
+    def _mxfp4(
+        self, full: str, stored: StoredTensor, shape: tuple[int, int, int], part: str, rows: int, padding: int
+    ) -> JoinedTensor:
+        """A part of experts whose values stand two a byte beside an exponent for each 32 of them, rows of gate and up
+        in turn: as GGUF's blocks of the same type, which have the exponent first and value i beside value 16 + i."""
+        count, outputs, inputs = shape
+        scales, blocks = self._found(_scales(full)), (count, outputs, inputs // 32, 16)
+        for name, each, wanted in ((full, stored, blocks), (_scales(full), scales, blocks[:3])):
+            if inputs % 32 or (each.type, each.shape) != ("U8", wanted):
+                raise ModelError(
+                    f"{self.name}: {name} is {list(each.shape)} of type {each.type}, "
+                    f"but must be {list(wanted)} of type U8"
+                )
+        every = slice(int(part == "up"), None, outputs // rows)
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            size = outputs * inputs // 32
+            pairs = stored.part(i * size * 16, size * 16).reshape(outputs, -1, 2, 8)[every]
+            values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(rows, -1, 2, 16)
+            exponents = scales.part(i * size, size).reshape(outputs, -1, 1)[every]
+            together = values[:, :, 0] | values[:, :, 1] << 4
+            return np.concatenate([exponents, together], axis=-1).reshape(-1)
+
+        return JoinedTensor("MXFP4", inputs, count, rows, padding, read)
 
     def router(self, layer: int) -> JoinedTensor:
         """A layer's router, float32 [experts, hidden], and behind it the shared expert's gate, where it has one."""
@@ -367,6 +400,8 @@ class Weights:
         for places in mixture.experts.values():
             full = self._first(layer, places)
             yield from (full.format(i) for i in range(experts.count if "{}" in full else 1))
+            if full.endswith(_BLOCKS):
+                yield _scales(full)
         sinks = self._decoder.family.sinks
         for place in (mixture.router, mixture.shared_gate, mixture.choice_bias, *mixture.biases.values(), sinks):
             if place is not None:
