@@ -30,9 +30,10 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
 
 Experts experts_of(const nb::dict& d) {
     Experts e{};
-    read<int, Experts>(
-        d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
-    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}});
+    read<int, Experts>(d, e,
+        {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared},
+            {"groups", &Experts::groups}, {"used_groups", &Experts::used_groups}});
+    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}, {"best_two", &Experts::best_two}});
     read<float, Experts>(d, e, {{"least_total", &Experts::least_total}, {"scale", &Experts::scale}});
     read<Matrix, Experts>(d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
     read<std::vector<float>, Experts>(d, e,
@@ -66,8 +67,19 @@ ShortConv conv_of(const nb::dict& d) {
     return conv;
 }
 
+Latent latent_of(const nb::dict& d) {
+    Latent a{};
+    read<int, Latent>(d, a, {{"rank", &Latent::rank}, {"plain", &Latent::plain}, {"rotated", &Latent::rotated}});
+    read<bool, Latent>(d, a, {{"neighbours", &Latent::neighbours}});
+    read<float, Latent>(d, a, {{"eps", &Latent::eps}});
+    read<Matrix, Latent>(d, a, {{"q_down", &Latent::q_down}, {"k_up", &Latent::k_up}, {"v_up", &Latent::v_up}});
+    if (a.rank < 1) throw std::invalid_argument("latent vectors have no size");
+    return a;
+}
+
 Layer layer_of(const Named& d) {
     Layer l{};
+    if (d.contains("latent")) l.latent = latent_of(nb::cast<nb::dict>(d["latent"]));
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
     if (d.contains("conv")) l.conv = conv_of(nb::cast<nb::dict>(d["conv"]));
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
@@ -94,6 +106,8 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}});
+    config.value_dim = config.head_dim;
+    read<int, Config>(c, config, {{"value_dim", &Config::value_dim}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu")
         throw std::invalid_argument("unknown activation '" + activation + "'");

@@ -112,7 +112,7 @@ private:
         size_t parts;  // where its blocks' partial results start, with more than one range
     };
     struct Job {
-        int tile, kv_head, range;
+        int tile, group, range;  // group: of heads, see Config::groups
     };
     class Run;  // one chunk of tokens through all layers; run.h
 
@@ -150,7 +150,18 @@ private:
     std::vector<Routes> routes_;  // of each thread, which all find the same
     std::vector<std::atomic<int>> next_job_;  // one a layer
     // Products that threads claim stretches of.
-    enum Claim { kClaimJoin, kClaimQkv, kClaimOutput, kClaimRouter, kClaimGateUp, kClaimExperts, kClaimDown, kClaimExpertsDown, kClaims };
+    enum Claim {
+        kClaimJoin,
+        kClaimQkv,
+        kClaimLatent,
+        kClaimOutput,
+        kClaimRouter,
+        kClaimGateUp,
+        kClaimExperts,
+        kClaimDown,
+        kClaimExpertsDown,
+        kClaims
+    };
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
     BufferPool logits_pool_;
     bool timing_ = false;

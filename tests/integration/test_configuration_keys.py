@@ -32,6 +32,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
     "eos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral3": {"rope_parameters": {
@@ -55,6 +60,8 @@ MORE: dict[str, dict[str, Any]] = {
                     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                     "logits_scaling": 2.0},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 9,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "qwen3_5_moe": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
@@ -100,7 +107,8 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "full_attn_idxs": [[0, 2]],
     "mlp_only_layers": [[1], [0, 2]], "moe_layer_end_index": [-1, 2], "num_nextn_predict_layers": [0, 2],
     "n_group": [2], "topk_group": [2], "swiglu_limit": [0.5], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
-    "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
+    "qk_layernorm": [True], "topk_method": ["greedy", "noaux_tc"], "position_embedding_type": ["nope"],
+    "time_step_limit": [],
 }  # fmt: skip
 
 

@@ -34,6 +34,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -110,6 +114,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("Glm4Moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": False,
         "first_k_dense_replace": 0,
+    }),
+    "deepseek_v3": ("DeepseekV3", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "deepseek_v3-plain": ("DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+        "norm_topk_prob": False, "rope_interleave": False, "num_attention_heads": 34, "num_key_value_heads": 34,
+        "v_head_dim": 16,
+    }),
+    "deepseek_v2": ("DeepseekV2", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 16.0,
+    }),
+    "deepseek_v2-lite": ("DeepseekV2", LATENT | {
+        "q_lora_rank": None, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "topk_method": "greedy",
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     }),
     "gpt_oss": ("GptOss", {
         "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 20,
@@ -357,6 +378,8 @@ ARCHITECTURES = {
     "Mixtral": "llama",
     "GraniteMoe": "granitemoe",
     "GptOss": "gpt-oss",
+    "DeepseekV2": "deepseek2",
+    "DeepseekV3": "deepseek2",
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
@@ -376,6 +399,7 @@ FOLDERS_ALONE = (
     "qwen3_5-odd",
     "qwen3_next-layers",
     "lfm2_moe-plain",
+    "deepseek_v3-plain",
 )
 
 
@@ -474,9 +498,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+    ("architecture", "kind"),
+    [
+        (architecture, kind)
+        for architecture in ("llama", "qwen2moe")
+        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32")
+    ]
+    + [("deepseek2", "Q8_0"), ("deepseek2", "F16")],
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2moe"])
 def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):

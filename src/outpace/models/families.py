@@ -135,7 +135,27 @@ class Mixture:
     first: str | None = None  # the first layer that is one
     last: str | None = None  # and the last; -1: of all
     step: str | None = None  # each so many layers one is
+    kinds: str | None = None  # or a list says of each layer whether it is "sparse" or "dense"
+    groups: str = ""  # of experts, of which ``used_groups`` are chosen before experts are ...
+    used_groups: str = ""
+    grouped: tuple[str, str] | None = None  # ... if this key of config.json has this value
+    best_two: bool = False  # a group's score is that of its best two experts, not of the best one
     dense: str | None = None  # layers that are none
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention to latent vectors (arXiv 2405.04434): its tensors beside the family's own q, k, o and norms, of which q
+    reads what ``q_down`` gives, and k gives latent vectors and keys' rotated part.
+    """
+
+    q_down: tuple[str, str] = ("attn_q_a", "self_attn.q_a_proj")
+    q_alone: tuple[str, str] = ("attn_q", "self_attn.q_proj")  # q of models without ``q_down``
+    both_up: tuple[str, str] = ("attn_kv_b", "self_attn.kv_b_proj")  # of each head the rows of keys, then of values
+    k_up: str = "attn_k_b"  # GGUF files may have both apart, keys' transposed, by head
+    v_up: str = "attn_v_b"
+    neighbours: bool = True  # pairs that turn together stand side by side ...
+    neighbours_key: str | None = None  # ... or config.json says
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +232,8 @@ class Family:
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
+    softmax: str | None = None  # the family of its GGUF files whose experts' scores are no sigmoids, by name
+    latent: Latent | None = None
     delta: DeltaNet | None = None  # of layers that do not attend
     conv: ShortConv | None = None  # the same
     gated: bool = False  # q has of each head its queries, then what its output is gated by
@@ -253,6 +275,12 @@ class Family:
         """What layers have that do not attend; None: all do."""
         return self.delta or self.conv
 
+
+_LATENT: Names = {
+    "q": ("attn_q_b", "self_attn.q_b_proj"), "k": ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    "q_norm": ("attn_q_a_norm", "self_attn.q_a_layernorm"), "k_norm": ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    **{part: _LAYER[part] for part in ("o", "gate", "up", "down")},
+}  # fmt: skip
 
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -594,6 +622,43 @@ FAMILIES = (
         },
     ),
     Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", {**_LATENT, **_NORMS_BEFORE}, latent=Latent(),
+        biases=(), refuses=("attention_bias", "mlp_bias"), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, count="n_routed_experts", shared_count="n_shared_experts", renormalise=False,
+            gguf_renormalises=False, scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group",
+            used_groups="topk_group", grouped=("topk_method", "group_limited_greedy"),
+        ),
+        requires={"topk_method": ("greedy", "group_limited_greedy")},
+        aliases={"num_experts": "n_routed_experts"},
+        absent={
+            "num_attention_heads": 32, "max_position_embeddings": 2048, "intermediate_size": 11008,
+            "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0, "topk_method": "greedy", "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+    ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", {**_LATENT, **_NORMS_BEFORE}, "deepseek2",
+        softmax="deepseek_v2", latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group", used_groups="topk_group",
+            best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        absent={
+            "num_attention_heads": 128, "max_position_embeddings": 4096, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+            "norm_topk_prob": True, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**_LAYER, **_NORMS_BEFORE}, "ernie4_5-moe",
         ropes=(RopeSource(5e5),), biases=(), interleaved=True, neighbours=True, refuses=("use_bias",),
         mixture=Mixture(
@@ -706,10 +771,11 @@ def text_name(name: str) -> str | None:
     return next((own + name.removeprefix(theirs) for theirs, own in TEXT_TENSORS if name.startswith(theirs)), name)
 
 
-def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False) -> Family | None:
-    """The family of GGUF files of this architecture. ``windowed``, ``mixed``: of those with a window, with experts."""
+def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False, softmax: bool = False) -> Family | None:
+    """The family of GGUF files of this architecture. ``windowed``, ``mixed``, ``softmax``: of those with a window, with
+    experts, with experts whose scores are no sigmoids."""
     family = next((family for family in FAMILIES if family.gguf == architecture), None)
-    name = None if family is None else (windowed and family.windowed) or (mixed and family.mixed)
+    name = family and ((windowed and family.windowed) or (mixed and family.mixed) or (softmax and family.softmax))
     return next(other for other in FAMILIES if other.name == name) if name else family
 
 

@@ -70,12 +70,12 @@ def from_gguf(
     divisors: F32 | None,
     short: F32 | None,
     truncate: bool = True,
-    spread: bool = False,
+    spread: float = 0.0,
 ) -> Rope:
     """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated, contexts up to ``longest``.
 
     ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any. ``truncate``: bounds of
-    yarn are whole dimensions. ``spread``: the file may say that yarn's scale is divided by another one.
+    yarn are whole dimensions. ``spread``: yarn's scale is divided by that of so many logarithms.
     """
     rotated = facts.whole("rope.dimension_count", width, most=width)
     if rotated != width and not part:
@@ -99,9 +99,8 @@ def from_gguf(
             facts.number(f"rope.scaling.yarn_beta_{end}", value) for end, value in (("fast", 32.0), ("slow", 1.0))
         )
         frequencies = _stretched_by_turns(base, rotated, float(stretch), original, fast, slow, truncate)
-        scale *= _mscale(float(stretch))
-        if spread and facts.get("rope.scaling.yarn_log_multiplier"):
-            scale /= _mscale(float(stretch), facts.number("rope.scaling.yarn_log_multiplier"))
+        scale *= mscale(float(stretch))
+        scale /= mscale(float(stretch), spread)
         if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise facts.fail("its yarn is applied in part (rope.scaling.yarn_ext_factor)")
     for name, by in (("rope_freqs.weight", divisors), ("rope_factors_short.weight", short)):
@@ -173,12 +172,13 @@ def _yarn(facts: Facts, base: float, width: int, longest: int) -> Rope:
         return Rope(base, frequencies, facts.number("attention_factor"))
     if scale and over:
         return Rope(
-            base, frequencies, _mscale(factor, facts.number("mscale")) / _mscale(factor, facts.number("mscale_all_dim"))
+            base, frequencies, mscale(factor, facts.number("mscale")) / mscale(factor, facts.number("mscale_all_dim"))
         )
-    return Rope(base, frequencies, _mscale(factor))
+    return Rope(base, frequencies, mscale(factor))
 
 
-def _mscale(factor: float, by: float = 1.0) -> float:
+def mscale(factor: float, by: float = 1.0) -> float:
+    """What yarn multiplies by where contexts are stretched by ``factor``; ``by``: 0 for 1."""
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
 

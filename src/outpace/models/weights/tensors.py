@@ -79,6 +79,8 @@ class Weights:
 
     def matrix(self, layer: int | None, name: str) -> StoredTensor | JoinedTensor:
         """Raises ModelError when it is missing, or fused with others and of another size than they have."""
+        if layer is not None and name in ("k_up", "v_up"):
+            return self._up(layer, name)
         full, first, rows = self._place(layer, name)
         stored = self._found(full)
         net = None if layer is None else self._decoder.state(layer)
@@ -164,10 +166,64 @@ class Weights:
             for part in ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
             names |= family.recurrent.matrices
+        if family.latent is not None and self._decoder.latent is not None:
+            if self._decoder.latent.q_rank:
+                names["q_down"] = family.latent.q_down
+            else:
+                names["q"] = family.latent.q_alone
+                del names["q_norm"]
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
         dense = {part: names.pop(part) for part in ("gate", "up", "down")}
         return names | {part: family.mixture.shared[part] for part in dense if part in family.mixture.shared}
+
+    # -- latent attention ---------------------------------------------------------------------------------------------
+
+    def _up(self, layer: int, name: str) -> StoredTensor | JoinedTensor:
+        """Of each head the rows that make values of latent vectors, or the columns that make latent vectors of queries:
+        files have them as they are, or the rows of both together, of which keys' become columns.
+
+        Raises ModelError when a tensor is missing or of another size.
+        """
+        rule, a, heads = self._decoder.family.latent, self._decoder.latent, self._decoder.heads
+        assert rule is not None
+        assert a is not None
+        rows, columns, own = (a.rank, a.plain, rule.k_up) if name == "k_up" else (a.value, a.rank, rule.v_up)
+        apart, both = (f"{self._spelled(layer, place)}.weight" for place in (own, rule.both_up[self._spelling]))
+        if not self._spelling and apart in self._tensors:
+            stored, shape = self._tensors[apart], (heads, rows, columns)
+            if stored.shape != shape:
+                raise ModelError(f"{self.name}: {apart} is {list(stored.shape)}, but must be {list(shape)}")
+            return replace(stored, shape=(heads * rows, columns))
+        stored, each = self._found(both), a.plain + a.value
+        if stored.shape != (heads * each, a.rank):
+            raise ModelError(f"{self.name}: {both} is {list(stored.shape)}, but must be {[heads * each, a.rank]}")
+        size = stored.n_bytes // stored.shape[0]
+
+        def turned(i: int) -> npt.NDArray[np.uint8]:
+            values = stored.part(i * each * size, a.plain * size).view(f"u{size // a.rank}")
+            return np.ascontiguousarray(values.reshape(a.plain, a.rank).T).view(np.uint8).reshape(-1)
+
+        def unpacked(i: int) -> npt.NDArray[np.uint8]:
+            values = self._unpack(both).reshape(heads, each, a.rank)[:, : a.plain].swapaxes(1, 2)
+            return np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+
+        if name == "v_up":
+            return JoinedTensor(
+                stored.type, columns, heads, rows, 0, lambda i: stored.part((i * each + a.plain) * size, rows * size)
+            )
+        if stored.type in safetensors.FLOATS:
+            return JoinedTensor(stored.type, columns, heads, rows, 0, turned)
+        return JoinedTensor("F32", columns, 1, heads * rows, 0, unpacked)
+
+    def _of_latent(self, layer: int) -> Iterator[str]:
+        """Every tensor that may be read for ``_up``."""
+        rule = self._decoder.family.latent
+        if rule is None:
+            return
+        apart = () if self._spelling else (rule.k_up, rule.v_up)
+        for place in (rule.both_up[self._spelling], *apart):
+            yield f"{self._spelled(layer, place)}.weight"
 
     # -- mixtures of experts ------------------------------------------------------------------------------------------
 
@@ -427,7 +483,7 @@ class Weights:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
                     ours, place = (SPELLINGS[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
-            for full in (*self._of_mixture(layer), *self._of_net(layer)):
+            for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer)):
                 yield full, full, "experts"
 
 
