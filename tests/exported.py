@@ -19,11 +19,11 @@ WORDS = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]  # of ``t
 def export(
     model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None,
     more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False, head: Any = None,
-    joined: bool = False,
+    joined: str = "",
 ) -> Path:  # fmt: skip
     """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
     its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts;
-    ``joined``: what latent vectors become as in old files."""
+    ``joined``: what makes keys and values of latent vectors stands together, as in old files, of this type."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -167,7 +167,12 @@ def export(
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + 1)
     for name, values in (*_tensors(model.state_dict(), config), *_head(head, config)):
-        if "kv_b_proj" in name and not joined:
+        if "kv_b_proj" in name and joined:
+            old = gguf.GGMLQuantizationType[joined]
+            place = f"blk.{name.split('.')[2]}.attn_kv_b.weight"
+            writer.add_tensor(place, gguf.quants.quantize(values, old), raw_dtype=old)
+            continue
+        if "kv_b_proj" in name:
             for part, rows in zip(("k_b", "v_b"), _by_head(values, config), strict=True):
                 writer.add_tensor(f"blk.{name.split('.')[2]}.attn_{part}.weight", np.ascontiguousarray(rows))
             continue

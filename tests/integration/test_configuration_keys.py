@@ -61,6 +61,7 @@ MORE: dict[str, dict[str, Any]] = {
                     "logits_scaling": 2.0},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
     "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
+    "glm4_moe_lite": LATENT,
     "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 9,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -107,7 +108,8 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "full_attn_idxs": [[0, 2]],
     "mlp_only_layers": [[1], [0, 2]], "moe_layer_end_index": [-1, 2], "num_nextn_predict_layers": [0, 2],
     "n_group": [2], "topk_group": [2], "swiglu_limit": [0.5], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
-    "qk_layernorm": [True], "topk_method": ["greedy", "noaux_tc"], "position_embedding_type": ["nope"],
+    "qk_layernorm": [True], "topk_method": ["greedy", "noaux_tc"],
+    "mlp_layer_types": [["sparse"] * 4, ["sparse", "dense"] * 2], "position_embedding_type": ["nope"],
     "time_step_limit": [],
 }  # fmt: skip
 

@@ -132,6 +132,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "q_lora_rank": None, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "topk_method": "greedy",
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     }),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {
+        "q_lora_rank": 40, "num_experts_per_tok": 3, "rms_norm_eps": 1e-6,
+    }),
     "gpt_oss": ("GptOss", {
         "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 20,
         "num_hidden_layers": 4, "rope_parameters": {
@@ -272,6 +275,25 @@ def test_layers_that_only_draft_are_left_out(tmp_path: Path, rng: np.random.Gene
         load_native(path)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_old_files_of_latent_attention(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """What makes keys and values of latent vectors is one tensor; sizes of heads stand under other names."""
+    model = saved("deepseek_v3", tmp_path)
+    new = load_native(export(model, "deepseek2", tmp_path / "new.gguf"), kv_dtype="float32")
+    file = GGUFFile.open(export(model, "deepseek2", tmp_path / "old.gguf", joined=kind))
+    for key, size in {"key": 40, "value": 32}.items():
+        del file.metadata[f"deepseek2.attention.{key}_length_mla"]
+        file.metadata[f"deepseek2.attention.{key}_length"] = size
+    file.metadata["deepseek2.attention.head_count_kv"] = 4
+    old, tokens = load_native(file, kv_dtype="float32"), rng.integers(0, 120, 90)
+    ours, expected = (feed(each, each.kv.alloc(), tokens) for each in (old, new))
+    if kind == "F32":
+        assert np.array_equal(ours, expected)
+    else:
+        assert np.corrcoef(ours.ravel(), expected.ravel())[0, 1] > 0.995
+    assert old.info.kv_bytes_per_position == new.info.kv_bytes_per_position == 4 * 3 * (32 + 16 + 32)
+
+
 def test_damaged_experts_are_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
     path = tmp_path / "m.gguf"
     for changes, message in (
@@ -380,6 +402,7 @@ ARCHITECTURES = {
     "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2",
     "DeepseekV3": "deepseek2",
+    "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",

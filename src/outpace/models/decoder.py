@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.models import families, metadata, rope
+from outpace.models import latent as latents
 from outpace.models.families import BIASES, KEYS, OUTER, Family, Mixture
+from outpace.models.latent import Latent
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -59,23 +61,6 @@ class Experts:
     chosen_by_bias: bool = True  # if the family has biases for that
     groups: int = 1  # of neighbours, of which the best ``used_groups`` are chosen before experts are
     used_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Attention to latent vectors of ``rank`` numbers. A head's queries and keys have ``plain`` and ``rotated`` parts,
-    its values ``value`` numbers; queries are made of latent vectors, too, of ``q_rank`` numbers, 0: of hidden states.
-
-    ``neighbours``: pairs that turn together stand side by side. ``eps``: of the latent vectors' norms.
-    """
-
-    rank: int
-    q_rank: int
-    plain: int
-    rotated: int
-    value: int
-    neighbours: bool
-    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +212,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
     layers = facts.whole("block_count", most=_MOST_LAYERS)
-    latent = None if family.latent is None else _gguf_latent(facts)
+    latent = None if family.latent is None else latents.from_gguf(facts)
     head_dim = _head_dim(facts, _GGUF) if latent is None else latent.rank + latent.rotated
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
@@ -242,7 +227,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
     longest = facts.whole(KEYS["max_length"][_GGUF])
-    spread, wider = _gguf_spread(facts, family)
+    spread, wider = latents.spread(facts, family)
     ropes = [
         rope.from_gguf(
             facts, bases[0], head_dim if latent is None else latent.rotated, family.rotates_part, longest, factors[0],
@@ -319,7 +304,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         only = " or ".join(map(str, family.requires[other[0]]))
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
     layers = facts.whole("num_hidden_layers", most=_MOST_LAYERS)
-    latent = None if family.latent is None else _folder_latent(facts, family.latent)
+    latent = None if family.latent is None else latents.from_config(facts, family.latent)
     head_dim = _head_dim(facts, _FOLDER) if latent is None else latent.rank + latent.rotated
     rotated = _rotated(facts, family, layers)
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
@@ -333,7 +318,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         ropes=_folder_ropes(facts, family, head_dim if latent is None else latent.rotated),
         rotated=rotated,
         windows=_folder_windows(facts, family, rotated),
-        scale=scalar**-0.5 * (1.0 if latent is None else _folder_wider(facts)),
+        scale=scalar**-0.5 * (1.0 if latent is None else latents.wider(facts)),
         latent=latent,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
@@ -445,7 +430,8 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
         first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
         for i in range(layers)
     )
-    if rule.kinds is not None and (kinds := facts.get(rule.kinds)) is not None:
+    if rule.kinds is not None:
+        kinds = facts.get(rule.kinds, ["dense"] + ["sparse"] * (layers - 1))
         if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
             raise facts.fail(f"{rule.kinds} must name dense or sparse for each layer")
         mixed = tuple(kind == "sparse" for kind in kinds)
@@ -544,68 +530,6 @@ def _groups(facts: Facts, rule: Mixture, count: int, used: str, total: str, chos
             f"together with {facts.whole(used)} a token ({used})"
         )
     return groups, some
-
-
-def _gguf_latent(facts: Facts) -> Latent:
-    """A GGUF file's latent attention; old files have the sizes of heads under the names that new ones have for their
-    keys and values in the cache."""
-    rank, rotated = facts.whole("attention.kv_lora_rank", most=_MOST_HEADS), facts.whole("rope.dimension_count")
-    new = "_mla" if facts.get("attention.key_length_mla") is not None else ""
-    said = {"head_count_kv": 1, "key_length": rank + rotated, "value_length": rank} if new else {}
-    for key, value in said.items():
-        if facts.whole(f"attention.{key}", value) != value:
-            there = facts.get(f"attention.{key}")
-            raise facts.fail(f"its {facts.prefix}attention.{key} is {there}, but must be {value}")
-    each = facts.whole(f"attention.key_length{new}", most=_MOST_HEADS)
-    if rotated >= each or rotated % 2:
-        raise facts.fail(
-            f"{facts.prefix}rope.dimension_count is {rotated}, but must be an even part of a head's {each}"
-        )
-    return Latent(
-        rank=rank,
-        q_rank=facts.whole("attention.q_lora_rank", 0, least=0),
-        plain=each - rotated,
-        rotated=rotated,
-        value=facts.whole(f"attention.value_length{new}", most=_MOST_HEADS),
-        neighbours=True,
-        eps=facts.number(KEYS["eps"][_GGUF]),
-    )
-
-
-def _gguf_spread(facts: Facts, family: Family) -> tuple[float, float]:
-    """By how many logarithms a GGUF file's yarn divides its rotations' scale, and what it multiplies scores by."""
-    if facts.get("rope.scaling.type") != "yarn" or not (family.grows or family.latent):
-        return 0.0, 1.0
-    key = "rope.scaling.yarn_log_multiplier"
-    if family.latent is None:
-        return (facts.number(key) if facts.get(key) else 0.0), 1.0
-    by = round(10 * facts.number(key), 6)  # files have a tenth of it, in float32
-    return 1.0, rope.mscale(facts.number("rope.scaling.factor"), by) ** 2
-
-
-def _folder_latent(facts: Facts, rule: families.Latent) -> Latent:
-    """A folder's latent attention."""
-    rotated = facts.whole("qk_rope_head_dim", most=_MOST_HEADS)
-    if rotated % 2:
-        raise facts.fail(f"qk_rope_head_dim is {rotated}, and must be even")
-    return Latent(
-        rank=facts.whole("kv_lora_rank", most=_MOST_HEADS),
-        q_rank=0 if facts.get("q_lora_rank") is None else facts.whole("q_lora_rank"),
-        plain=facts.whole("qk_nope_head_dim", most=_MOST_HEADS),
-        rotated=rotated,
-        value=facts.whole("v_head_dim", most=_MOST_HEADS),
-        neighbours=bool(facts.get(rule.neighbours_key)) if rule.neighbours_key else rule.neighbours,
-        eps=1e-6,  # whatever other norms have, in transformers
-    )
-
-
-def _folder_wider(facts: Facts) -> float:
-    """What scores of latent attention are multiplied by where rotations are stretched."""
-    stretch, parameters = facts.part("rope_scaling"), facts.part("rope_parameters")
-    stretch = stretch if stretch.all else parameters
-    if stretch.get("rope_type", stretch.get("type", "default")) == "default" or not stretch.get("mscale_all_dim"):
-        return 1.0
-    return rope.mscale(stretch.number("factor"), stretch.number("mscale_all_dim")) ** 2
 
 
 def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:

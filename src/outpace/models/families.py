@@ -2,7 +2,7 @@
 
 A new one is a ``Family`` in ``FAMILIES`` and a test; ``decoder`` turns it and a model's own numbers into a ``Decoder``,
 ``weights.tensors`` finds the tensors. The base is Llama: RMSNorm before both branches, SwiGLU, rotation of half against
-half over the whole head, scores scaled by head_dim^-0.5.
+half over the whole head, scores scaled by head_dim^-0.5. Long because it is one table, a row a family.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Mixture:
     first: str | None = None  # the first layer that is one
     last: str | None = None  # and the last; -1: of all
     step: str | None = None  # each so many layers one is
-    kinds: str | None = None  # or a list says of each layer whether it is "sparse" or "dense"
+    kinds: str | None = None  # or a list says of each layer whether it is "sparse" or "dense"; else the first is dense
     groups: str = ""  # of experts, of which ``used_groups`` are chosen before experts are ...
     used_groups: str = ""
     grouped: tuple[str, str] | None = None  # ... if this key of config.json has this value
@@ -656,6 +656,25 @@ FAMILIES = (
             "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
             "norm_topk_prob": True, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", {**_LATENT, **_NORMS_BEFORE},
+        latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(),
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", least_total=1e-20, scale="routed_scaling_factor",
+            kinds="mlp_layer_types", groups="n_group", used_groups="topk_group", best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+        absent={
+            "num_attention_heads": 20, "max_position_embeddings": 202752, "intermediate_size": 10240,
+            "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "kv_lora_rank": 512,
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "rope_interleave": True, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
         },
     ),
     Family(
