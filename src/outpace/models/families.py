@@ -369,7 +369,8 @@ FAMILIES = (
             },
             tiled=False,
         ),
-        gated=True, norm_offset=1.0, rotates_part=True, drafts=("mtp.",),
+        gated=True, norm_offset=1.0, rotates_part=True, heads_beyond="mtp_num_hidden_layers", heads=_QWEN_HEADS,
+        drafts=("mtp.",),
         mixture=Mixture(
             shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
             shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
@@ -382,6 +383,7 @@ FAMILIES = (
             "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
             "num_experts_per_tok": 10, "norm_topk_prob": True, "intermediate_size": 5632,
+            "mtp_num_hidden_layers": 1,
         },
         aliases={"num_local_experts": "num_experts"},
     ),
