@@ -12,15 +12,18 @@ import numpy as np
 
 from outpace.common.arrays import F32
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number
 WORDS = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]  # of ``tokenizer``
 
 
 def export(
     model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None,
     more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False, head: Any = None,
+    joined: str = "",
 ) -> Path:  # fmt: skip
     """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
-    its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts."""
+    its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts;
+    ``joined``: what makes keys and values of latent vectors stands together, as in old files, of this type."""
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -37,7 +40,17 @@ def export(
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if hasattr(config, "num_key_value_heads"):
+    if architecture == "deepseek2":
+        rank, width = config.kv_lora_rank, config.qk_rope_head_dim
+        writer.add_head_count_kv(1)
+        writer.add_kv_lora_rank(rank)
+        if config.q_lora_rank is not None:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_key_length(rank + width)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + width)
+        writer.add_value_length_mla(config.v_head_dim)
+    elif hasattr(config, "num_key_value_heads"):
         kinds, keys = getattr(config, "layer_types", None) or [], config.num_key_value_heads
         apart = "conv" in kinds or architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
         writer.add_head_count_kv(
@@ -66,8 +79,16 @@ def export(
             for end in ("fast", "slow"):
                 if f"beta_{end}" in rope:
                     writer.add_float32(f"{architecture}.rope.scaling.yarn_beta_{end}", rope[f"beta_{end}"])
+            if architecture == "deepseek2":
+                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
             if "attention_factor" in rope:  # beside what yarn makes of the factor
                 writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(rope["factor"]) + 1))
+    if architecture == "mistral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        else:  # which the converter does not write
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -118,7 +139,7 @@ def export(
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
             for name in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
     if experts and architecture != "nemotron_h":
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -142,6 +163,21 @@ def export(
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
             writer.add_expert_weights_norm(config.norm_topk_prob)
+        if architecture == "deepseek2":
+            writer.add_expert_shared_count(config.n_shared_experts)
+            dense = getattr(config, "first_k_dense_replace", None)
+            kinds = getattr(config, "mlp_layer_types", None)
+            writer.add_leading_dense_block_count(kinds.index("sparse") if dense is None else dense)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            if config.model_type == "deepseek_v2":
+                writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+            else:
+                writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+                if config.norm_topk_prob:
+                    writer.add_expert_weights_norm(True)
+            if config.n_group is not None:
+                writer.add_expert_group_count(config.n_group)
+                writer.add_expert_group_used_count(config.topk_group)
         if architecture == "ernie4_5-moe":
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -163,6 +199,15 @@ def export(
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + 1)
     for name, values in (*_tensors(state, config), *_head(head, config)):
+        if "kv_b_proj" in name and joined:
+            old = gguf.GGMLQuantizationType[joined]
+            place = f"blk.{name.split('.')[2]}.attn_kv_b.weight"
+            writer.add_tensor(place, gguf.quants.quantize(values, old), raw_dtype=old)
+            continue
+        if "kv_b_proj" in name:
+            for part, rows in zip(("k_b", "v_b"), _by_head(values, config), strict=True):
+                writer.add_tensor(f"blk.{name.split('.')[2]}.attn_{part}.weight", np.ascontiguousarray(rows))
+            continue
         if name.startswith("blk."):
             writer.add_tensor(name, np.ascontiguousarray(values))
             continue
@@ -183,7 +228,7 @@ def export(
                 values = values[:, None]
             if "mamba.norm" in name or "mixer.norm" in name:
                 values = values.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
-        if architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3") and (
+        if architecture in ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3") and (
             "q_proj" in name or "k_proj" in name
         ):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -208,6 +253,13 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _by_head(values: F32, config: Any) -> tuple[F32, F32]:
+    """What makes keys of latent vectors, transposed, and values, by head."""
+    plain = config.qk_nope_head_dim
+    apart = values.reshape(config.num_attention_heads, plain + config.v_head_dim, -1)
+    return apart[:, :plain].swapaxes(1, 2), apart[:, plain:]
 
 
 def _unwoven(values: F32, config: Any) -> tuple[F32, F32]:

@@ -1,6 +1,7 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include <chrono>
 #include <map>
@@ -30,9 +31,10 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
 
 Experts experts_of(const nb::dict& d) {
     Experts e{};
-    read<int, Experts>(
-        d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
-    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}});
+    read<int, Experts>(d, e,
+        {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared},
+            {"groups", &Experts::groups}, {"used_groups", &Experts::used_groups}});
+    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}, {"best_two", &Experts::best_two}});
     read<float, Experts>(d, e, {{"least_total", &Experts::least_total}, {"scale", &Experts::scale}});
     read<Matrix, Experts>(d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
     read<std::vector<float>, Experts>(d, e,
@@ -67,8 +69,19 @@ ShortConv conv_of(const nb::dict& d) {
     return conv;
 }
 
+Latent latent_of(const nb::dict& d) {
+    Latent a{};
+    read<int, Latent>(d, a, {{"rank", &Latent::rank}, {"plain", &Latent::plain}, {"rotated", &Latent::rotated}});
+    read<bool, Latent>(d, a, {{"neighbours", &Latent::neighbours}});
+    read<float, Latent>(d, a, {{"eps", &Latent::eps}});
+    read<Matrix, Latent>(d, a, {{"q_down", &Latent::q_down}, {"k_up", &Latent::k_up}, {"v_up", &Latent::v_up}});
+    if (a.rank < 1) throw std::invalid_argument("latent vectors have no size");
+    return a;
+}
+
 Layer layer_of(const Named& d) {
     Layer l{};
+    if (d.contains("latent")) l.latent = latent_of(nb::cast<nb::dict>(d["latent"]));
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
     if (d.contains("conv")) l.conv = conv_of(nb::cast<nb::dict>(d["conv"]));
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
@@ -86,7 +99,7 @@ Layer layer_of(const Named& d) {
 }
 
 void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const std::vector<std::pair<Floats, float>>& ropes) {
+    const Floats& final_norm, const std::vector<std::tuple<Floats, float, float, int>>& ropes) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
     read<int, Config>(c, config,
@@ -95,6 +108,8 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}});
+    config.value_dim = config.head_dim;
+    read<int, Config>(c, config, {{"value_dim", &Config::value_dim}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
         {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
@@ -104,7 +119,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;
-    for (const auto& [frequencies, scale] : ropes) tables.push_back({values_of(frequencies), scale});
+    for (const auto& [frequencies, scale, growth, period] : ropes) tables.push_back({values_of(frequencies), scale, growth, period});
     new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), std::move(tables));
 }
 

@@ -20,7 +20,7 @@ enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float sca
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
-constexpr int kMaxHead = 256;    // largest head, padded to 16
+constexpr int kMaxHead = 576;    // largest head, padded to 16
 constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
 constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
@@ -33,7 +33,7 @@ constexpr size_t part_bytes(KVType type, int dim_padded) {
 struct AttentionJob {
     int queries;
     const float* q[kMaxQueries];      // [dim], scaled and rotated
-    float* out[kMaxQueries];          // [dim_padded]
+    float* out[kMaxQueries];          // [value_padded]
     int position[kMaxQueries];        // of the query
     int first[kMaxQueries];           // first visible position (sliding window), else 0
     const int32_t* path[kMaxQueries]; // slots of positions cached, cached + 1, ... (a tree's ancestors and the query
@@ -43,7 +43,8 @@ struct AttentionJob {
     int cached;                       // positions below this stand in their own slots
     const uint8_t* const* blocks;     // KV blocks of the row
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block
-    int dim, dim_padded;              // padded to 16
+    int dim, dim_padded;              // of queries and keys; padded to 16
+    int value_padded;                 // of values
     KVType type;
     int block_begin, block_end;       // the job's share of the blocks
     const uint8_t* upcoming;          // keys that this thread will need next: worth fetching, never read here

@@ -13,6 +13,26 @@
 #include "runtime/denormals.h"
 
 namespace outpace {
+
+// Takes the keys of experts out of the choice whose groups are not among the best; ties go to the lower one.
+void Routes::bar_groups(const Experts& e) {
+    const size_t each = static_cast<size_t>(e.count / e.groups), groups = static_cast<size_t>(e.groups);
+    std::vector<float> scores(groups);
+    std::vector<size_t> order(groups);
+    for (size_t g = 0; g < groups; ++g) {
+        float first = -INFINITY, second = -INFINITY;
+        for (size_t i = g * each; i < (g + 1) * each; ++i) {
+            second = std::max(second, std::min(first, keys_[i]));
+            first = std::max(first, keys_[i]);
+        }
+        scores[g] = e.best_two && each > 1 ? first + second : first;
+        order[g] = g;
+    }
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return scores[a] > scores[b]; });
+    for (size_t k = static_cast<size_t>(e.used_groups); k < groups; ++k)
+        std::fill_n(keys_.begin() + static_cast<std::ptrdiff_t>(order[k] * each), each, -INFINITY);
+}
+
 void Routes::choose(const Experts& e, const float* logits, int* chosen, float* weights) {
     const size_t count = static_cast<size_t>(e.count);
     values_.assign(logits, logits + count);
@@ -28,6 +48,7 @@ void Routes::choose(const Experts& e, const float* logits, int* chosen, float* w
     }
     keys_ = scores_;
     for (size_t i = 0; i < e.choice_bias.size(); ++i) keys_[i] += e.choice_bias[i];
+    if (e.used_groups < e.groups) bar_groups(e);
     double total = 0.0;
     for (int k = 0; k < e.used; ++k) {
         int best = -1;  // the lowest id on ties

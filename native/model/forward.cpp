@@ -35,7 +35,8 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
         if (!l.mixes())
             encode_fed(me, t, l);
         else if (l.embed_norm.empty() || l.join.data)
-            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
+            encode_normed(me, t, n_, t, l.attn_norm,
+                {l.latent.q_down.data ? &l.latent.q_down : &l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
         else
             encode_joined(me, t, l);
     }
@@ -49,6 +50,11 @@ bool Model::Run::store(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     products(me, index, {{&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
     if (!meet(me)) return false;
+    if (l.latent.rank > 0) {
+        const Part part = me.of(n_);
+        for (int t = part.begin; t < part.end; ++t) store_latent(me, l, index, t);
+        return true;
+    }
     rope(me, l, index, c_.heads);
     return true;
 }
@@ -61,8 +67,11 @@ bool Model::Run::layer(Seat& me, int index) {
     clock(me, kNorm);
     if (!l.mixes()) return feed(me, l, index);
 
-    if (!(l.delta.key_heads > 0 ? recurrence(me, l, index) : l.conv.taps > 0 ? short_conv(me, l, index) : attend(me, l, index)))
-        return false;
+    const bool mixes = l.delta.key_heads > 0 ? recurrence(me, l, index)
+                       : l.conv.taps > 0     ? short_conv(me, l, index)
+                       : l.latent.rank > 0   ? latent(me, l, index)
+                                             : attend(me, l, index);
+    if (!mixes) return false;
     if (!meet(me)) return false;
     clock(me, kAttention);
 
@@ -99,7 +108,7 @@ bool Model::Run::attend(Seat& me, const Layer& l, int index) {
     products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
     if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < 2 * m_.kv_.shape().part(); line += 64) __builtin_prefetch(keys + line, 0, 2);
+        for (size_t line = 0; line < m_.kv_.shape().pair(); line += 64) __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
     clock(me, kQkv);

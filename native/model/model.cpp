@@ -16,14 +16,16 @@ void Rope::cover(int positions) {
     cos_.reserve(static_cast<size_t>(target) * half());
     sin_.reserve(static_cast<size_t>(target) * half());
     for (int p = covered_; p < target; ++p) {
-        for (const float frequency : inverse_) {
+        for (const float frequency : table_.frequencies) {
             // The angle is rounded to float32 as in the models' training code; its cosine is exact to float32.
             const float angle = static_cast<float>(p) * frequency;
             double cosine, sine;
             circle(static_cast<double>(angle), &cosine, &sine);
-            cos_.push_back(static_cast<float>(cosine) * scale_);
-            sin_.push_back(static_cast<float>(sine) * scale_);
+            cos_.push_back(static_cast<float>(cosine) * table_.scale);
+            sin_.push_back(static_cast<float>(sine) * table_.scale);
         }
+        if (table_.growth > 0.0f)
+            growth_.push_back(static_cast<float>(1.0 + static_cast<double>(table_.growth) * natural_log(1.0 + p / table_.period)));
     }
     covered_ = target;
 }
@@ -63,7 +65,7 @@ StateShape states_of(const Weights& weights) {
 KVShape keys_of(const Weights& weights, KVType type) {
     const auto attends = [](const Layer& l) { return l.mixes() && !l.recurs(); };
     const auto attend = static_cast<int>(std::count_if(weights.layers.begin(), weights.layers.end(), attends));
-    return {attend, weights.config.kv_heads, weights.config.head_dim, type};
+    return {attend, weights.config.kv_heads, weights.config.head_dim, type, weights.config.value_dim};
 }
 
 }  // namespace
@@ -78,7 +80,7 @@ Model::Model(
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
-    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
+    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : attend++);
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
@@ -94,15 +96,15 @@ void Model::fit_scratch() {
     Scratch& s = scratch_;
     const auto chunk = [](int floats) { return static_cast<size_t>(kChunk) * static_cast<size_t>(floats); };
     const int heads = weights_->config.heads * kv_.shape().dim_padded();
-    int hidden = round_up(weights_->config.hidden, 64), inner = 0;
+    int hidden = round_up(weights_->config.hidden, 64), inner = kv_.shape().dim_padded();
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
         s.need_in(m);
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
-                 &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
+        for (const Matrix* m : {&l.latent.q_down, &l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up,
+                 &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -113,12 +115,14 @@ void Model::fit_scratch() {
                 for (const Matrix* m : {&e.gate, &e.up})
                     if (m->data) gathered.need(m->acts(), m->groups, kGather);
         }
+        for (const Matrix* m : {&l.latent.k_up, &l.latent.v_up})
+            if (m->data) s.latents.need(m->acts(), weights_->config.heads * m->groups), inner = std::max(inner, m->in_padded());
         if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
         if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
-        s.q.need(chunk(std::max({l.q.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
+        s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
-        s.a.need(chunk(l.delta.a.out_padded()));
+        s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
         s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded()})));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
     }
@@ -126,7 +130,7 @@ void Model::fit_scratch() {
     for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(std::max(hidden, inner)));
     for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
     s.rotated.need(chunk(heads));
-    s.attended.need(chunk(heads));
+    s.attended.need(chunk(weights_->config.heads * kv_.shape().value_padded()));
     if (const StateShape& states = kv_.states().shape(); states.layers > 0) {
         s.attended.need(chunk(states.values()));
         s.convolved.need(chunk(states.channels()));

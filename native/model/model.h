@@ -18,18 +18,19 @@
 
 namespace outpace {
 
-// Cosines and sines of position * inverse_frequency, times a scale, computed when a position is first seen.
+// Cosines and sines of position * inverse_frequency, times a scale, and what queries grow by, computed when a position is first seen.
 class Rope {
 public:
-    Rope(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
+    explicit Rope(RopeTable table) : table_(std::move(table)) {}
     void cover(int positions);
-    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    size_t half() const { return inverse_.size(); }
+    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * half(); }
+    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * half(); }
+    float growth(int position) const { return growth_.empty() ? 1.0f : growth_[static_cast<size_t>(position)]; }
+    size_t half() const { return table_.frequencies.size(); }
 
 private:
-    std::vector<float> inverse_, cos_, sin_;
-    float scale_;
+    RopeTable table_;
+    std::vector<float> cos_, sin_, growth_;
     int covered_ = 0;
 };
 
@@ -111,7 +112,7 @@ private:
         size_t parts;  // where its blocks' partial results start, with more than one range
     };
     struct Job {
-        int tile, kv_head, range;
+        int tile, group, range;  // group: of heads, see Config::groups
     };
     class Run;  // one chunk of tokens through all layers; run.h
 
@@ -149,7 +150,18 @@ private:
     std::vector<Routes> routes_;  // of each thread, which all find the same
     std::vector<std::atomic<int>> next_job_;  // one a layer
     // Products that threads claim stretches of.
-    enum Claim { kClaimJoin, kClaimQkv, kClaimOutput, kClaimRouter, kClaimGateUp, kClaimExperts, kClaimDown, kClaimExpertsDown, kClaims };
+    enum Claim {
+        kClaimJoin,
+        kClaimQkv,
+        kClaimLatent,
+        kClaimOutput,
+        kClaimRouter,
+        kClaimGateUp,
+        kClaimExperts,
+        kClaimDown,
+        kClaimExpertsDown,
+        kClaims
+    };
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come
     BufferPool logits_pool_;
     bool timing_ = false;

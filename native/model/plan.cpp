@@ -65,13 +65,13 @@ void Model::prepare(const BatchView& batch) {
     cover();
 }
 
-// Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
+// Tiles of tokens of one row, by group of heads: as wide as leaves work for every thread, since a tile reads its keys once;
 // where even single tokens do not, by ranges of blocks too.
 void Model::plan_jobs(int first, int count, int threads) {
     jobs_.clear();
-    const int group = weights_->config.heads / weights_->config.kv_heads;
-    int tile = std::max(1, std::min(8, kMaxQueries / group));
-    while (tile > 1 && (count + tile - 1) / tile * weights_->config.kv_heads < 2 * threads) tile /= 2;
+    const int groups = weights_->config.groups();
+    int tile = std::max(1, std::min(8, kMaxQueries / (weights_->config.heads / groups)));
+    while (tile > 1 && (count + tile - 1) / tile * groups < 2 * threads) tile /= 2;
     std::vector<Tile>& tiles = tiles_;
     tiles.clear();
     for (int t = first; t < first + count;) {
@@ -81,10 +81,10 @@ void Model::plan_jobs(int first, int count, int threads) {
         tiles.push_back({t, end - t, blocks, 1, 0});
         t = end;
     }
-    const int base = static_cast<int>(tiles.size()) * weights_->config.kv_heads;
+    const int base = static_cast<int>(tiles.size()) * groups;
     const int missing = base >= 2 * threads ? 1 : 6 * threads / base;  // taken as threads become free
     size_t parts = 0;
-    const size_t record = static_cast<size_t>(kv_.shape().dim_padded()) + 16;
+    const size_t record = static_cast<size_t>(kv_.shape().value_padded()) + 16;
     for (size_t i = 0; i < tiles.size(); ++i) {
         Tile& t = tiles[i];
         if (threads > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
@@ -92,11 +92,11 @@ void Model::plan_jobs(int first, int count, int threads) {
             t.parts = parts;
             parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(weights_->config.heads) * static_cast<size_t>(t.blocks) * record;
         }
-        for (int head = 0; head < weights_->config.kv_heads; ++head)
-            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), head, r});
+        for (int group = 0; group < groups; ++group)
+            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), group, r});
     }
     if (scratch_.parts.size() < parts) scratch_.parts.need(parts + parts / 2);
-    const size_t counters = tiles.size() * static_cast<size_t>(weights_->config.kv_heads);
+    const size_t counters = tiles.size() * static_cast<size_t>(groups);
     if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
     for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);

@@ -225,6 +225,16 @@ private:
             [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
     }
 
+    // Of latent attention; latent.cpp.
+    bool latent(Seat& me, const Layer& l, int index);
+    void absorb(const Seat& me, const Layer& l, int head);
+    void store_latent(const Seat& me, const Layer& l, int index, int t);
+    void turned(const Layer& l, const Plan::Token& tok, const float* x, float scale, float* to) const;
+    // Of all tokens for a head's product with `m`, which has one head's rows after another's.
+    const uint8_t* inputs_of(const Matrix& m, int head) const {
+        return s_.latents.get(m.acts()) + static_cast<size_t>(head) * static_cast<size_t>(m.groups * n_ * act_bytes(m.acts()));
+    }
+
     // Of a recurrent layer; recurrent.cpp.
     bool recurrence(Seat& me, const Layer& l, int index);
     void taps(const float* own, size_t stride, int place, const Recurrence& of, int t, const float** inputs) const;

@@ -1,5 +1,6 @@
 #include "model/weights.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,7 +21,8 @@ void fits(const std::vector<float>& v, int n, bool required, const char* name) {
 void fits(const Experts& e, const Config& c) {
     constexpr int most = 1 << 14;
     if (e.count < 1 || e.count > most || e.used < 1 || e.used > e.count || e.inner < 1 || e.inner > most * 4 || e.shared < 0 ||
-        !(e.scale > 0) || !(e.least_total >= 0))
+        e.groups < 1 || e.count % e.groups != 0 || e.used_groups < 1 || e.used_groups > e.groups ||
+        e.used > e.used_groups * (e.count / e.groups) || !(e.scale > 0) || !(e.least_total >= 0))
         throw std::invalid_argument("a mixture's sizes do not fit together");
     const int inner = e.count * round_up(e.inner, 64);
     fits(e.router, e.router.rows > e.count && e.shared > 0 ? e.count + 1 : e.count, c.hidden, "a router");
@@ -66,11 +68,27 @@ void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const C
     fits(conv.convolution, conv.taps * c.hidden, true, "a convolution");
 }
 
+void fits(const Latent& a, const Layer& l, const Config& c) {
+    const int value = l.o.cols / c.heads;
+    if (a.rank % kRows != 0 || a.plain < 1 || a.rotated < 2 || a.rotated % 2 != 0 || value < 1 || value % kRows != 0 || !(a.eps >= 0) ||
+        c.kv_heads != 1 || c.head_dim != a.rank + a.rotated || c.value_dim != a.rank || l.rope < 0 || !l.sinks.empty() || l.gated ||
+        !l.q_bias.empty() || !l.k_bias.empty() || !l.v_bias.empty())
+        throw std::invalid_argument("the sizes of latent attention do not fit together");
+    if (a.q_down.data) fits(a.q_down, l.q.cols, c.hidden, "a matrix of queries' latent vectors");
+    fits(l.q_norm, l.q.cols, a.q_down.data != nullptr, "a norm of queries' latent vectors");
+    fits(l.q, c.heads * (a.plain + a.rotated), a.q_down.data ? l.q.cols : c.hidden, "a query matrix");
+    fits(l.k, c.head_dim, c.hidden, "a matrix of latent vectors");
+    fits(l.k_norm, a.rank, true, "a norm of latent vectors");
+    fits(a.k_up, c.heads * a.rank, a.plain, "a matrix of keys from latent vectors");
+    fits(a.v_up, c.heads * value, a.rank, "a matrix of values from latent vectors");
+    fits(l.o, c.hidden, c.heads * value, "an attention output matrix");
+}
+
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() ||
-        c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.value_dim <= 0 ||
+        round_up(std::max(c.head_dim, c.value_dim), 16) > kMaxHead)
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
     fits(w.head, c.outputs, c.hidden, "the output head");
@@ -89,8 +107,12 @@ void check(const Weights& w) {
         } else if (l.conv.taps > 0) {
             if (!convolved) convolved = &l.conv;
             fits(l.conv, *convolved, l, c);
+        } else if (l.latent.rank > 0) {
+            attends = true;
+            fits(l.latent, l, c);
         } else if (l.q.data || !l.feeds()) {
             attends = true;
+            if (c.value_dim != c.head_dim) throw std::invalid_argument("values differ in size from keys");
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
             fits(l.k, kv, read, "a key matrix");
             fits(l.v, kv, read, "a value matrix");
@@ -111,8 +133,10 @@ void check(const Weights& w) {
         fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
-        fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : c.head_dim, false, "a query norm");
-        fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : c.head_dim, false, "a key norm");
+        if (l.latent.rank == 0) {
+            fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : c.head_dim, false, "a query norm");
+            fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : c.head_dim, false, "a key norm");
+        }
         fits(l.q_bias, q, false, "a query bias");
         fits(l.k_bias, kv, false, "a key bias");
         fits(l.v_bias, kv, false, "a value bias");
@@ -127,8 +151,9 @@ void check(const Weights& w) {
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
     if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
-    for (const auto& [frequencies, scale] : w.ropes)
-        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
+    for (const auto& [frequencies, scale, growth, period] : w.ropes)
+        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0) || !(growth >= 0) ||
+            (growth > 0 && period < 1))
             throw std::invalid_argument("a rope table does not fit the head size");
 }
 
@@ -148,8 +173,9 @@ Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, 
 size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
     for (const Layer& l : layers)
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
+        for (const Matrix* m :
+            {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up, &l.experts.down,
+                &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.latent.q_down, &l.latent.k_up, &l.latent.v_up})
             bytes += m->bytes();
     return bytes;
 }

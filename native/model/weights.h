@@ -18,6 +18,8 @@ struct Experts {
     int used = 0, inner = 0;   // that a token goes to; inner size of each
     int shared = 0;            // inner size of the expert that every token goes to; 0: there is none
     Score score = Score::Softmax;
+    int groups = 1, used_groups = 1;  // the chosen ones are of the best so many of these groups of neighbours,
+    bool best_two = false;            // judged by their best two experts, or by the best one
     bool renormalise = false;  // weights of the chosen ones are divided by their sum, or by `least_total` if that is more
     float least_total = 0.0f, scale = 1.0f;
     Matrix router;             // [count, hidden], float32; a row more, where it has one, is the shared expert's gate
@@ -54,6 +56,18 @@ struct ShortConv {
     std::vector<float> convolution;  // [taps][hidden], the oldest first
 };
 
+// Attention to latent vectors, which are keys and values of all heads (arXiv 2405.04434). q has of each head its plain part and its
+// rotated one; k gives a latent vector and the rotated part of all heads' keys.
+struct Latent {
+    int rank = 0;                 // of a latent vector; 0: the layer has none
+    int plain = 0, rotated = 0;   // sizes of both parts of a head
+    bool neighbours = false;      // pairs that turn together stand side by side
+    float eps = 0.0f;             // of the norms: q_norm, of what q_down gives, and k_norm, of latent vectors
+    Matrix q_down;                // [.., hidden], which q reads; none: q reads the hidden state
+    Matrix k_up;                  // [heads * rank, plain]: a head's plain queries as latent vectors
+    Matrix v_up;                  // [heads * value, rank]: latent vectors as a head's values
+};
+
 // Vectors that are empty are left out of the computation, as are matrices of a layer that only mixes tokens or only feeds them
 // forward.
 struct Layer {
@@ -62,6 +76,7 @@ struct Layer {
     Experts experts;
     DeltaNet delta;  // with it, there are no q, k, v
     ShortConv conv;  // as with it
+    Latent latent;   // with it, there is no v
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
     bool mixes() const { return q.data || recurs(); }
     bool feeds() const { return up.data || experts.count > 0; }
@@ -88,11 +103,21 @@ struct Config {
     int max_length;
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
     float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
+    int value_dim = 0;            // of a KV head's values
+    // Heads are computed in so many groups, each of heads that share a KV head, no more than a job can have.
+    int groups() const {
+        int n = kv_heads;
+        while (heads % n != 0 || heads / n > kMaxQueries) n += kv_heads;
+        return n;
+    }
+    int kv_head(int group) const { return group * kv_heads / groups(); }
 };
 
 struct RopeTable {
     std::vector<float> frequencies;  // inverse ones
     float scale;                     // of cosines and sines
+    float growth = 0.0f;             // queries are multiplied by 1 + growth * ln(1 + position / period), the ratio rounded down
+    int period = 0;
 };
 
 // Never changed once it is made, so that any number of models can share it.

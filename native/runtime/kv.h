@@ -22,12 +22,14 @@ struct MemoryLimit : std::runtime_error {
 struct KVShape {
     int layers, heads, dim;
     KVType type;
+    int value_dim;
     int dim_padded() const { return round_up(dim, 16); }
-    // Bytes of one layer's and head's keys (or values) in a block.
-    size_t part() const { return part_bytes(type, dim_padded()); }
-    size_t keys(int layer, int head) const { return (static_cast<size_t>(layer) * heads + head) * 2 * part(); }
-    size_t values(int layer, int head) const { return keys(layer, head) + part(); }
-    size_t block() const { return static_cast<size_t>(layers) * heads * 2 * part(); }
+    int value_padded() const { return round_up(value_dim, 16); }
+    // Bytes of one layer's and head's keys and values in a block.
+    size_t pair() const { return part_bytes(type, dim_padded()) + part_bytes(type, value_padded()); }
+    size_t keys(int layer, int head) const { return (static_cast<size_t>(layer) * heads + head) * pair(); }
+    size_t values(int layer, int head) const { return keys(layer, head) + part_bytes(type, dim_padded()); }
+    size_t block() const { return static_cast<size_t>(layers) * heads * pair(); }
 };
 
 // Rows take blocks as they grow and share them by reference: a row that is to write into a block which others have too

@@ -102,26 +102,51 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 100,
         "context": 4096, "experts": 6, "used": 3, "expert_inner": 96,
     } | sizes  # fmt: skip
+    single = architecture == "nemotron_h"  # scans, feeds, attends ...
+    if single:
+        s["layers"] = max(3, s["layers"])
     rng = np.random.default_rng(3)
     out = gguf.GGUFWriter(path, architecture)
     out.add_block_count(s["layers"])
     out.add_context_length(s["context"])
     out.add_embedding_length(s["hidden"])
-    out.add_feed_forward_length(s["inner"])
+    feeds = [not single or i % 3 == 1 for i in range(s["layers"])]
+    out.add_feed_forward_length([s["inner"] * each for each in feeds] if single else s["inner"])
     out.add_head_count(s["heads"])
-    attends = [
-        i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
-        for i in range(s["layers"])
-    ]
-    apart = "lfm2" in architecture or architecture == "granitehybrid"
-    out.add_head_count_kv([s["kv_heads"] * each for each in attends] if apart else s["kv_heads"])
-    out.add_key_length(s["head_dim"])
-    out.add_value_length(s["head_dim"])
+    attends = (
+        [i % 3 == 2 for i in range(s["layers"])]
+        if single
+        else [
+            i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
+            for i in range(s["layers"])
+        ]
+    )
+    rank, plain, rotated, value = 32, 32, 16, 32  # of latent attention
+    if architecture == "deepseek2":
+        out.add_head_count_kv(1)
+        out.add_key_length(rank + rotated)
+        out.add_value_length(rank)
+        out.add_kv_lora_rank(rank)
+        out.add_q_lora_rank(64)
+        out.add_key_length_mla(plain + rotated)
+        out.add_value_length_mla(value)
+        out.add_rope_dimension_count(rotated)
+        out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        out.add_expert_group_count(2)
+        out.add_expert_group_used_count(1)
+    else:
+        apart = "lfm2" in architecture or single or architecture == "granitehybrid"
+        out.add_head_count_kv([s["kv_heads"] * each for each in attends] if apart else s["kv_heads"])
+        out.add_key_length(s["head_dim"])
+        out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10000.0)
     if architecture in ("gemma3", "phi3", "gpt-oss"):
         out.add_sliding_window(s.get("window", 512))
 
+    if architecture == "mistral3":
+        out.add_attn_temperature_scale(0.4)
+        out.add_rope_scaling_orig_ctx_len(32)
     if s.get("tokenizer"):
         alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256)))]
         out.add_tokenizer_model("gpt2")
@@ -142,13 +167,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         else:
             out.add_tensor(name, raw, raw_dtype=Type[kind])
 
-    def stacked(name: str, rows: int, cols: int) -> None:
-        raw = random_bytes(rng, kind, s["experts"] * rows, cols, 1 / np.sqrt(cols)).reshape(s["experts"], rows, -1)
+    def stacked(name: str, rows: int, cols: int, count: int) -> None:
+        raw = random_bytes(rng, kind, count * rows, cols, 1 / np.sqrt(cols)).reshape(count, rows, -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(kind)
         if s.get("unpacked"):
-            out.add_tensor(
-                name, dequantized(raw.reshape(s["experts"] * rows, -1), kind).reshape(s["experts"], rows, cols)
-            )
+            out.add_tensor(name, dequantized(raw.reshape(count * rows, -1), kind).reshape(count, rows, cols))
         elif plain is not None:
             out.add_tensor(name, raw.view(plain))
         else:
@@ -174,7 +197,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_ssm_inner_size(4 * 32)
     if family.delta is not None:
         out.add_full_attention_interval(2)
-    if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe"):
+    if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe", "deepseek2"):
         out.add_leading_dense_block_count(1)
 
     def experts(layer: int, mixture: families.Mixture) -> None:
@@ -182,7 +205,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         at = f"blk.{layer}."
         out.add_tensor(f"{at}ffn_gate_inp.weight", rng.normal(0, 0.3, (count, hidden)).astype(np.float32))
         for part, rows, cols in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            stacked(f"{at}{mixture.experts[part][0][0]}", rows, cols)
+            stacked(f"{at}{mixture.experts[part][0][0]}", rows, cols, count)
             if mixture.shared:
                 matrix(f"{at}{mixture.shared[part][0]}.weight", rows, cols)
         if mixture.shared_gate:
@@ -231,26 +254,37 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         "up": s["inner"],
         "down": hidden,
     }
+    columns = {"o": q, "down": s["inner"]}
+    if family.latent is not None:
+        sizes |= {"q": s["heads"] * (plain + rotated), "k": rank + rotated}
+        columns |= {"q": 64, "o": s["heads"] * value}
     norms = (
         {"q_norm": q, "k_norm": kv} if family.norms_over_heads else dict.fromkeys(("q_norm", "k_norm"), s["head_dim"])
     )
+    if family.latent is not None:
+        norms = {"q_norm": 64, "k_norm": rank}
     for i in range(s["layers"]):
         fused: dict[str, list[str]] = {}
         dense = mixture is None or (i == 0 and mixture.first is not None)
-        parts = [part for part in families.MATRICES if dense or part in ("q", "k", "v", "o")]
+        fed = dense and feeds[i]
+        parts = [part for part in family.layer if part in families.MATRICES and (fed or part in ("q", "k", "v", "o"))]
         for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
-            cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
-            matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), cols)
+            matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), columns.get(parts[0], hidden))
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
-            if part in family.layer and (attends[i] or not part.startswith(("q_", "k_"))):
+            there = part == "attn_norm" or not single
+            if part in family.layer and there and (attends[i] or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if mixture is not None and not dense:
             experts(i, mixture)
+        if family.latent is not None:
+            matrix(f"blk.{i}.{family.latent.q_down[0]}.weight", 64, hidden)
+            stacked(f"blk.{i}.{family.latent.k_up}.weight", rank, plain, s["heads"])
+            stacked(f"blk.{i}.{family.latent.v_up}.weight", value, rank, s["heads"])
         if family.delta is not None and not attends[i]:
             net(i, family.delta)
-        if family.scan is not None and not attends[i]:
+        if family.scan is not None and not attends[i] and not (single and feeds[i]):
             scan(i, family.scan)
         if family.conv is not None and not attends[i]:
             matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)

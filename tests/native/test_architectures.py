@@ -34,6 +34,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -104,6 +108,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
+    "ministral3": ("Ministral3", {
+        "head_dim": 24, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 32, "factor": 16.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }),
     "seed_oss": ("SeedOss", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "olmo3-yarn": ("Olmo3", {
         "num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": YARN | {"rope_theta": 5e5},
@@ -135,6 +145,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("Glm4Moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": False,
         "first_k_dense_replace": 0,
+    }),
+    "deepseek_v3": ("DeepseekV3", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "deepseek_v3-plain": ("DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+        "norm_topk_prob": False, "rope_interleave": False, "num_attention_heads": 34, "num_key_value_heads": 34,
+        "v_head_dim": 16,
+    }),
+    "deepseek_v2": ("DeepseekV2", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 16.0,
+    }),
+    "deepseek_v2-lite": ("DeepseekV2", LATENT | {
+        "q_lora_rank": None, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "topk_method": "greedy",
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {
+        "q_lora_rank": 40, "num_experts_per_tok": 3, "rms_norm_eps": 1e-6,
     }),
     "gpt_oss": ("GptOss", {
         "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 20,
@@ -276,6 +306,25 @@ def test_layers_that_only_draft_are_left_out(tmp_path: Path, rng: np.random.Gene
         load_native(path)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_old_files_of_latent_attention(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """What makes keys and values of latent vectors is one tensor; sizes of heads stand under other names."""
+    model = saved("deepseek_v3", tmp_path)
+    new = load_native(export(model, "deepseek2", tmp_path / "new.gguf"), kv_dtype="float32")
+    file = GGUFFile.open(export(model, "deepseek2", tmp_path / "old.gguf", joined=kind))
+    for key, size in {"key": 40, "value": 32}.items():
+        del file.metadata[f"deepseek2.attention.{key}_length_mla"]
+        file.metadata[f"deepseek2.attention.{key}_length"] = size
+    file.metadata["deepseek2.attention.head_count_kv"] = 4
+    old, tokens = load_native(file, kv_dtype="float32"), rng.integers(0, 120, 90)
+    ours, expected = (feed(each, each.kv.alloc(), tokens) for each in (old, new))
+    if kind == "F32":
+        assert np.array_equal(ours, expected)
+    else:
+        assert np.corrcoef(ours.ravel(), expected.ravel())[0, 1] > 0.995
+    assert old.info.kv_bytes_per_position == new.info.kv_bytes_per_position == 4 * 3 * (32 + 16 + 32)
+
+
 def test_damaged_experts_are_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
     path = tmp_path / "m.gguf"
     for changes, message in (
@@ -332,7 +381,9 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
     "Mistral3": {
-        "text_config": COMMON | {"model_type": "mistral", "head_dim": 16},
+        "text_config": COMMON | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4,
+        }},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
     },
     "Qwen3VL": {
@@ -374,11 +425,15 @@ def test_the_text_of_a_model_that_reads_images(
 
 ARCHITECTURES = {
     "Mistral": "llama",
+    "Ministral3": "mistral3",
     "SeedOss": "seed_oss",
     "Olmo3": "olmo2",
     "Mixtral": "llama",
     "GraniteMoe": "granitemoe",
     "GptOss": "gpt-oss",
+    "DeepseekV2": "deepseek2",
+    "DeepseekV3": "deepseek2",
+    "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
@@ -401,6 +456,7 @@ FOLDERS_ALONE = (
     "qwen3_next-layers",
     "lfm2_moe-plain",
     "nemotron_h-layers",
+    "deepseek_v3-plain",
 )
 
 
@@ -500,9 +556,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+    ("architecture", "kind"),
+    [
+        (architecture, kind)
+        for architecture in ("llama", "qwen2moe")
+        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32")
+    ]
+    + [("deepseek2", "Q8_0"), ("deepseek2", "F16")],
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2moe"])
 def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):

@@ -78,7 +78,7 @@ def tree_paths(parents: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("context", [0, 5, 60, 62, 63, 64, 127, 130])
 @pytest.mark.parametrize(
     ("architecture", "window"),
-    [("llama", 0), ("gemma3", 7), ("olmo2", 0), ("phi3", 9), ("qwen2moe", 0), ("gpt-oss", 9)],
+    [("llama", 0), ("gemma3", 7), ("olmo2", 0), ("phi3", 9), ("qwen2moe", 0), ("gpt-oss", 9), ("deepseek2", 0)],
 )
 def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Each node of a tree has the logits that it has at the end of its own chain."""

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.models import families, metadata, rope
+from outpace.models import latent as latents
 from outpace.models.families import ATTENDING, BIASES, KEYS, Family, Mixture
+from outpace.models.latent import Latent
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -36,6 +38,7 @@ REFUSED = {
     "final_logit_softcapping": "it caps its logits softly",
     "num_local_experts": "it is a mixture of experts",
     "use_bidirectional_attention": "it attends in both directions",
+    "attention_bias": "its attention has biases",
     "clip_qkv": "it clips queries, keys and values",
     "use_bias": "its products have biases",
     "conv_bias": "its convolutions have biases",
@@ -61,6 +64,8 @@ class Experts:
     least_total: float
     scale: float
     chosen_by_bias: bool = True  # if the family has biases for that
+    groups: int = 1  # of neighbours, of which the best ``used_groups`` are chosen before experts are
+    used_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class Decoder:
     tied: bool  # the head is the embedding
     experts: Experts | None = None
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
+    latent: Latent | None = None
     recurrence: DeltaNet | ShortConv | None = None
     recurrent: tuple[bool, ...] = ()  # which layers are such; empty: none
     fed: tuple[
@@ -150,6 +156,11 @@ class Decoder:
     def limit(self) -> int:
         """Positions a row may have: the model's, or those for which its rotations hold."""
         return min([self.max_length, *(table.limit for table in self.ropes if table.limit is not None)])
+
+    @property
+    def value_dim(self) -> int:
+        """Of a KV head; its keys have ``head_dim``."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
     def mixture(self, layer: int) -> Experts | None:
         """What a layer's feed-forward is a mixture of; None: it is dense."""
@@ -189,6 +200,13 @@ class Decoder:
             }  # fmt: skip
             if not isinstance(net, StateSpace):
                 found["b"] = (net.value_heads, hidden)
+        elif (a := self.latent) is not None:
+            found = {
+                "q": (self.heads * (a.plain + a.rotated), a.q_rank or hidden), "k": (kv, hidden),
+                "k_up": (self.heads * a.rank, a.plain), "v_up": (self.heads * a.value, a.rank),
+                "o": (hidden, self.heads * a.value),
+            }  # fmt: skip
+            found |= {"q_down": (a.q_rank, hidden)} if a.q_rank else {}
         else:
             queries = 2 * q if self.family.gated else q
             found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
@@ -205,10 +223,14 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     """
     architecture = gguf.architecture
     facts = Facts(gguf.path.name, gguf.metadata, f"{architecture}.", verdict)
-    windowed, mixed = (  # whether the family reads them or not
-        bool(gguf.metadata.get(f"{architecture}.{key}")) for key in (KEYS["window"][_GGUF], "expert_count")
+    windowed, mixed, gating = (  # whether the family reads them or not
+        gguf.metadata.get(f"{architecture}.{key}")
+        for key in (KEYS["window"][_GGUF], "expert_count", "expert_gating_func")
     )
-    family = families.of_gguf(architecture, windowed, mixed)
+    softmax = _GATING.get(gating or 0) != "sigmoid"
+    if not gating:  # old files
+        softmax = not any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
+    family = families.of_gguf(architecture, bool(windowed), bool(mixed), softmax)
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
@@ -223,12 +245,15 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
-    layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
+    layers = facts.whole("block_count", most=_MOST_LAYERS)
+    latent = None if family.latent is None else latents.from_gguf(facts)
+    head_dim = _head_dim(facts, _GGUF) if latent is None else latent.rank + latent.rotated
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
-    if f"blk.{layers - 1}.{family.layer['attn_norm' if family.recurrent else 'q'][_GGUF]}.weight" not in gguf.tensors:
+    everywhere = family.layer["attn_norm" if family.recurrent or latent else "q"][_GGUF]
+    if f"blk.{layers - 1}.{everywhere}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
-    if facts.whole("attention.value_length", head_dim) != head_dim:
+    if latent is None and facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
     factors = [
         gguf.dequantize(name).reshape(-1) if name in gguf.tensors else None
@@ -236,16 +261,22 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
     longest = facts.whole(KEYS["max_length"][_GGUF])
+    spread, wider = latents.spread(facts, family)
     ropes = [
         rope.from_gguf(
-            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates
+            facts, bases[0], head_dim if latent is None else latent.rotated, family.rotates_part, longest, factors[0],
+            factors[1], family.yarn_truncates, spread,
         )
-    ]
+    ]  # fmt: skip
+    if family.grows:
+        original = "rope.scaling.original_context_length"
+        ropes = [rope.growing(ropes[0], facts, "attention.temperature_scale", original, longest)]
     # What stretches rotations is meant for layers that see all.
     ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
     fed = _gguf_fed(facts, family, layers, keys, inners)
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
+    scalar = scalar if latent is None else latent.plain + latent.rotated
     decoder = _decoder(
         facts,
         _GGUF,
@@ -260,8 +291,13 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
             for i in range(layers)
         ],
         windows=_gguf_windows(facts, family, layers),
-        scale=scalar**-0.5,
-        biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
+        scale=scalar**-0.5 * wider,
+        latent=latent,
+        biases=tuple(
+            part
+            for part in BIASES
+            if part in family.layer and f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors
+        ),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers, fed),
         nets=_gguf_nets(facts, family, layers, keys, fed),
@@ -295,7 +331,12 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
-        raise facts.fail("its weights are quantised in a format other than GGUF")
+        method = facts.part("quantization_config").get("quant_method")
+        if method != "mxfp4" or family.mixture is None or not family.mixture.mxfp4:
+            raise facts.fail(
+                f"its weights are quantised in a format other than GGUF (quantization_config, method {method!r}): "
+                "get a GGUF file of it, or its weights in 16 bits"
+            )
     activation = "silu" if family.activation_key is None else facts.get(family.activation_key)
     if ACTIVATIONS.get(str(activation)) != family.activation and family.activation in ACTIVATIONS.values():
         raise facts.fail(f"its activation {activation!r} is not supported")
@@ -305,19 +346,23 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if (other := families.unmet(family, facts.get)) is not None:
         only = " or ".join(map(str, family.requires[other[0]]))
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
-    layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
+    layers = facts.whole("num_hidden_layers", most=_MOST_LAYERS)
+    latent = None if family.latent is None else latents.from_config(facts, family.latent)
+    head_dim = _head_dim(facts, _FOLDER) if latent is None else latent.rank + latent.rotated
     rotated = _rotated(facts, family, layers)
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
+    scalar = scalar if latent is None else latent.plain + latent.rotated
     return _decoder(
         facts,
         _FOLDER,
         family,
         vocab=facts.whole("vocab_size"),
         head_dim=head_dim,
-        ropes=_folder_ropes(facts, family, head_dim),
+        ropes=_folder_ropes(facts, family, head_dim if latent is None else latent.rotated),
         rotated=rotated,
         windows=_folder_windows(facts, family, rotated),
-        scale=scalar**-0.5,
+        scale=scalar**-0.5 * (1.0 if latent is None else latents.wider(facts)),
+        latent=latent,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
         nets=_folder_nets(facts, family, layers),
@@ -366,6 +411,7 @@ def _decoder(
     mixture: tuple[Experts | None, tuple[bool, ...]],
     nets: tuple[DeltaNet | ShortConv | None, tuple[bool, ...]],
     fed: tuple[bool, ...],
+    latent: Latent | None,
     norms: bool,
     beyond: int,
     wrapped: bool = False,
@@ -382,7 +428,7 @@ def _decoder(
         return default if spelling == _GGUF and facts.get(key) == 0 else facts.number(key, default)
 
     hidden, heads = whole("hidden"), whole("heads")
-    kv_heads = whole("kv_heads", heads)
+    kv_heads = whole("kv_heads", heads) if latent is None else 1
     if heads % kv_heads or head_dim % 2:
         raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
     tables = [int(window > 0 and len(ropes) > 1) for window in windows]
@@ -407,6 +453,7 @@ def _decoder(
         tied=tied,
         experts=mixture[0],
         mixed=mixture[1],
+        latent=latent,
         recurrence=nets[0],
         recurrent=nets[1],
         fed=fed,
@@ -432,15 +479,25 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
         else first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
         for i in range(layers)
     )
+    if rule.kinds is not None:
+        kinds = facts.get(rule.kinds, ["dense"] + ["sparse"] * (layers - 1))
+        if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+            raise facts.fail(f"{rule.kinds} must name dense or sparse for each layer")
+        mixed = tuple(kind == "sparse" for kind in kinds)
     if not any(mixed):
         raise facts.fail("none of its layers is a mixture of experts")
     count, inner = facts.whole(rule.count, most=_MOST_EXPERTS), facts.whole(rule.inner)
     shared = facts.whole(rule.shared_inner) if rule.shared_inner else 0
     if rule.shared_count:
         shared = inner * facts.whole(rule.shared_count, least=0)
+    groups = (1, 1)
+    if rule.groups and (rule.grouped is None or facts.get(rule.grouped[0]) == rule.grouped[1]):
+        groups = _groups(facts, rule, count, rule.used, rule.groups, rule.used_groups)
     return Experts(
         count=count,
         used=facts.whole(rule.used, most=count),
+        groups=groups[0],
+        used_groups=groups[1],
         inner=inner,
         shared=shared,
         score=rule.score,
@@ -502,9 +559,14 @@ def _gguf_experts(
     renormalise = facts.flag("expert_weights_norm", usual)
     if not rule.renormalise_in_gguf and renormalise != rule.gguf_renormalises:
         raise facts.fail(f"its {facts.prefix}expert_weights_norm is {renormalise}, which its family's files never mean")
+    groups = (1, 1)
+    if rule.groups and facts.get("expert_group_count"):
+        groups = _groups(facts, rule, count, "expert_used_count", "expert_group_count", "expert_group_used_count")
     return Experts(
         count=count,
         used=facts.whole("expert_used_count", most=count),
+        groups=groups[0],
+        used_groups=groups[1],
         inner=inner,
         shared=shared,
         score=rule.score,
@@ -512,6 +574,18 @@ def _gguf_experts(
         least_total=rule.least_total,
         scale=facts.number("expert_weights_scale", 1.0) if rule.scale else 1.0,
     ), mixed  # fmt: skip
+
+
+def _groups(facts: Facts, rule: Mixture, count: int, used: str, total: str, chosen: str) -> tuple[int, int]:
+    """How many groups experts have, and of how many of them some are used; each number by its key."""
+    groups = facts.whole(total, most=count)
+    some, each = facts.whole(chosen, most=groups), count // groups
+    if count % groups or each < 1 + rule.best_two or facts.whole(used) > some * each:
+        raise facts.fail(
+            f"{count} experts in {groups} groups ({total}), of which {some} are chosen ({chosen}), do not fit "
+            f"together with {facts.whole(used)} a token ({used})"
+        )
+    return groups, some
 
 
 def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
@@ -757,5 +831,9 @@ def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
             entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        tables.append(rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest))
+        table = rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest)
+        if family.grows:
+            growth, there = "llama_4_scaling_beta", "original_max_position_embeddings"
+            table = rope.growing(table, facts.about(entries), growth, there, longest)
+        tables.append(table)
     return tables

@@ -2,7 +2,7 @@
 
 A new one is a ``Family`` in ``FAMILIES`` and a test; ``decoder`` turns it and a model's own numbers into a ``Decoder``,
 ``weights.tensors`` finds the tensors. The base is Llama: RMSNorm before both branches, SwiGLU, rotation of half against
-half over the whole head, scores scaled by head_dim^-0.5. The file is long because it is one table.
+half over the whole head, scores scaled by head_dim^-0.5. Long because it is one table, a row a family.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Mixture:
     choice_flag: str | None = None  # ... unless this key of config.json is false
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
+    mxfp4: bool = False  # or, in a quantised folder, outputs by blocks of inputs, and scales of these blocks
     count: str = "num_experts"
     optional: bool = False  # where there are none of them, all layers are dense
     used: str = "num_experts_per_tok"
@@ -135,7 +136,27 @@ class Mixture:
     first: str | None = None  # the first layer that is one
     last: str | None = None  # and the last; -1: of all
     step: str | None = None  # each so many layers one is
+    kinds: str | None = None  # or a list says of each layer whether it is "sparse" or "dense"; else the first is dense
+    groups: str = ""  # of experts, of which ``used_groups`` are chosen before experts are ...
+    used_groups: str = ""
+    grouped: tuple[str, str] | None = None  # ... if this key of config.json has this value
+    best_two: bool = False  # a group's score is that of its best two experts, not of the best one
     dense: str | None = None  # layers that are none
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention to latent vectors (arXiv 2405.04434): its tensors beside the family's own q, k, o and norms, of which q
+    reads what ``q_down`` gives, and k gives latent vectors and keys' rotated part.
+    """
+
+    q_down: tuple[str, str] = ("attn_q_a", "self_attn.q_a_proj")
+    q_alone: tuple[str, str] = ("attn_q", "self_attn.q_proj")  # q of models without ``q_down``
+    both_up: tuple[str, str] = ("attn_kv_b", "self_attn.kv_b_proj")  # of each head the rows of keys, then of values
+    k_up: str = "attn_k_b"  # GGUF files may have both apart, keys' transposed, by head
+    v_up: str = "attn_v_b"
+    neighbours: bool = True  # pairs that turn together stand side by side ...
+    neighbours_key: str | None = None  # ... or config.json says
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +262,8 @@ class Family:
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
+    softmax: str | None = None  # the family of its GGUF files whose experts' scores are no sigmoids, by name
+    latent: Latent | None = None
     delta: DeltaNet | None = None  # of layers that do not attend
     conv: ShortConv | None = None  # the same
     scan: StateSpace | None = None  # the same
@@ -255,6 +278,7 @@ class Family:
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
     rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
+    grows: bool = False  # queries grow with their position, where the files say so
     unrotated_every: int = 0  # each so many layers one has no rotation
     # Keys without whose value no layer has: config.json's with that value, and a flag of GGUF files.
     rotates_if: tuple[str, str, str] | None = None
@@ -292,6 +316,11 @@ class Family:
 
 # How layer_types calls layers that attend, among state spaces.
 ATTENDING = ("full_attention", "attention")
+_LATENT: Names = {
+    "q": ("attn_q_b", "self_attn.q_b_proj"), "k": ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    "q_norm": ("attn_q_a_norm", "self_attn.q_a_layernorm"), "k_norm": ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    **{part: _LAYER[part] for part in ("o", "gate", "up", "down")},
+}  # fmt: skip
 
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -380,7 +409,8 @@ FAMILIES = (
             },
             tiled=False,
         ),
-        gated=True, norm_offset=1.0, rotates_part=True, drafts=("mtp.",),
+        gated=True, norm_offset=1.0, rotates_part=True, heads_beyond="mtp_num_hidden_layers", heads=_QWEN_HEADS,
+        drafts=("mtp.",),
         mixture=Mixture(
             shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
             shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
@@ -393,6 +423,7 @@ FAMILIES = (
             "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
             "num_experts_per_tok": 10, "norm_topk_prob": True, "intermediate_size": 5632,
+            "mtp_num_hidden_layers": 1,
         },
         aliases={"num_local_experts": "num_experts"},
     ),
@@ -583,6 +614,19 @@ FAMILIES = (
         absent={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     ),
     Family(
+        "ministral3", "Ministral3ForCausalLM", "ministral3", {**_LAYER, **_NORMS_BEFORE}, "mistral3",
+        windows=Windows(every=True), biases=(), interleaved=True, grows=True,
+        absent={
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    Family(
         "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,
         ropes=(RopeSource(2e6),), windows=Windows(flag="use_sliding_window", unrotated=True), unrotated_every=4,
         refuses=("mlp_bias",),
@@ -694,6 +738,62 @@ FAMILIES = (
         },
     ),
     Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", {**_LATENT, **_NORMS_BEFORE}, latent=Latent(),
+        biases=(), refuses=("attention_bias", "mlp_bias"), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, count="n_routed_experts", shared_count="n_shared_experts", renormalise=False,
+            gguf_renormalises=False, scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group",
+            used_groups="topk_group", grouped=("topk_method", "group_limited_greedy"),
+        ),
+        requires={"topk_method": ("greedy", "group_limited_greedy")},
+        aliases={"num_experts": "n_routed_experts"},
+        absent={
+            "num_attention_heads": 32, "max_position_embeddings": 2048, "intermediate_size": 11008,
+            "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0, "topk_method": "greedy", "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+    ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", {**_LATENT, **_NORMS_BEFORE}, "deepseek2",
+        softmax="deepseek_v2", latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group", used_groups="topk_group",
+            best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        absent={
+            "num_attention_heads": 128, "max_position_embeddings": 4096, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+            "norm_topk_prob": True, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", {**_LATENT, **_NORMS_BEFORE},
+        latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(),
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", least_total=1e-20, scale="routed_scaling_factor",
+            kinds="mlp_layer_types", groups="n_group", used_groups="topk_group", best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+        absent={
+            "num_attention_heads": 20, "max_position_embeddings": 202752, "intermediate_size": 10240,
+            "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "kv_lora_rank": 512,
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "rope_interleave": True, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+        },
+    ),
+    Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**_LAYER, **_NORMS_BEFORE}, "ernie4_5-moe",
         ropes=(RopeSource(5e5),), biases=(), interleaved=True, neighbours=True, refuses=("use_bias",),
         mixture=Mixture(
@@ -724,7 +824,7 @@ FAMILIES = (
         mixture=Mixture(
             router=(("ffn_gate_inp.weight",), ("mlp.router.weight",)),
             experts={
-                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}",))
+                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}", f"mlp.experts.{theirs}_blocks"))
                 for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
             },
             biases={
@@ -734,7 +834,7 @@ FAMILIES = (
                     for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
                 },
             },
-            woven=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
+            woven=True, mxfp4=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
         ),
         absent={
             "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -806,10 +906,11 @@ def text_name(name: str) -> str | None:
     return next((own + name.removeprefix(theirs) for theirs, own in TEXT_TENSORS if name.startswith(theirs)), name)
 
 
-def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False) -> Family | None:
-    """The family of GGUF files of this architecture. ``windowed``, ``mixed``: of those with a window, with experts."""
+def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False, softmax: bool = False) -> Family | None:
+    """The family of GGUF files of this architecture. ``windowed``, ``mixed``, ``softmax``: of those with a window, with
+    experts, with experts whose scores are no sigmoids."""
     family = next((family for family in FAMILIES if architecture in (family.gguf, family.gguf_mixed)), None)
-    name = None if family is None else (windowed and family.windowed) or (mixed and family.mixed)
+    name = family and ((windowed and family.windowed) or (mixed and family.mixed) or (softmax and family.softmax))
     return next(other for other in FAMILIES if other.name == name) if name else family
 
 

@@ -29,8 +29,9 @@ _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
 _NET_PARTS = ("qkv", "z", "b", "a")  # of a recurrent layer
+_LATENT_PARTS = ("q_down", "k_up", "v_up")
 _VERDICT = "cannot be served by the native backend"
-MAX_HEAD = 256  # native/kernels/table.h
+MAX_HEAD = 576  # native/kernels/table.h
 
 
 def estimate(
@@ -69,8 +70,8 @@ def estimate(
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: int8 has a float32 scale for each head's key, and value."""
-    head = {"float32": 4 * model.head_dim, "bfloat16": 2 * model.head_dim, "int8": model.head_dim + 4}[kv_dtype]
-    return 2 * model.attends * model.kv_heads * head
+    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
+    return model.attends * model.kv_heads * ((model.head_dim + model.value_dim) * each + more)
 
 
 def open_weights(
@@ -98,6 +99,9 @@ def open_weights(
         weights = tensors.of_folder(Path(path), model)
     if model.head_dim > MAX_HEAD:
         raise ModelError(f"{weights.name} {_VERDICT}: its heads are {model.head_dim} wide, and {MAX_HEAD} is the most")
+    if (a := model.latent) is not None and (a.rank % 16 or a.value % 16):
+        sizes = f"latent vectors of {a.rank} numbers and values of {a.value}"
+        raise ModelError(f"{weights.name} {_VERDICT}: it has {sizes}, where multiples of 16 are supported")
     target = quantize or _TARGETS[dtype]
     if unused := weights.unused():
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -179,6 +183,11 @@ class _Parts:
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
                 **{name: layer.pop(name) for name in _NET_PARTS if name in layer}, **weights.recurrent_vectors(i),
             }  # fmt: skip
+        elif (a := model.latent) is not None:
+            layer["latent"] = {
+                "rank": a.rank, "plain": a.plain, "rotated": a.rotated, "neighbours": a.neighbours, "eps": a.eps,
+                **{name: layer.pop(name) for name in _LATENT_PARTS if name in layer},
+            }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True
         if (experts := model.mixture(i)) is not None:
@@ -187,7 +196,8 @@ class _Parts:
             layer["experts"] = {
                 "count": experts.count, "used": experts.used, "inner": experts.inner, "shared": experts.shared,
                 "score": experts.score, "renormalise": experts.renormalise, "least_total": experts.least_total,
-                "scale": experts.scale,
+                "scale": experts.scale, "groups": experts.groups, "used_groups": experts.used_groups,
+                "best_two": model.family.mixture is not None and model.family.mixture.best_two,
                 **{n: self.matrix(each, *each.shape, f"layer {i}'s experts' {n}") for n, each in joined.items()},
                 "router": self.matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
                 **weights.mixture_vectors(i),
@@ -203,6 +213,7 @@ class _Parts:
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
+            "value_dim": model.value_dim,
             "ffn": model.inner,
             "eps": model.eps,
             "attention_scale": model.attention_scale,
@@ -213,8 +224,11 @@ class _Parts:
         }
 
     @property
-    def ropes(self) -> list[tuple[F32, float]]:
-        return [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in self._model.ropes]
+    def ropes(self) -> list[tuple[F32, float, float, int]]:
+        return [
+            (np.ascontiguousarray(table.frequencies, np.float32), table.scale, table.growth, table.period)
+            for table in self._model.ropes
+        ]
 
 
 def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:

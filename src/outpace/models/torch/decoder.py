@@ -234,6 +234,7 @@ def described(module: Any) -> bool:
         or (family.mixture is not None and not (family.mixture.optional and not getattr(config, family.mixture.count)))
         or (family.scan is not None and set(config.layer_types) - {*ATTENDING})
         or (family.rotates_if is not None and getattr(config, family.rotates_if[0]) != family.rotates_if[1])
+        or family.grows
         or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
     ):
         return False

@@ -22,7 +22,13 @@ from outpace.models.weights.gguf import GGUFFile
 _BESIDE = ({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}, set[str]())  # the decoder's
 _DERIVED = ".rotary_emb.inv_freq"  # what old checkpoints keep although it follows from the description
 EXPERT_ROWS = 64  # experts' rows are padded to a multiple; native/model/weights.h
+_BLOCKS = "_blocks"  # how names of MXFP4 tensors in folders end
 _NUMBER = {0: re.compile(r"blk\.(\d+)\."), 1: re.compile(r"model\.layers\.(\d+)\.")}
+
+
+def _scales(blocks: str) -> str:
+    """The tensor beside one of ``_BLOCKS``."""
+    return f"{blocks.removesuffix(_BLOCKS)}_scales"
 
 
 class Weights:
@@ -73,6 +79,8 @@ class Weights:
 
     def matrix(self, layer: int | None, name: str) -> StoredTensor | JoinedTensor:
         """Raises ModelError when it is missing, or fused with others and of another size than they have."""
+        if layer is not None and name in ("k_up", "v_up"):
+            return self._up(layer, name)
         full, first, rows = self._place(layer, name)
         stored = self._found(full)
         net = None if layer is None else self._decoder.state(layer)
@@ -166,10 +174,64 @@ class Weights:
             for part in ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
             names |= family.recurrent.matrices
+        if family.latent is not None and self._decoder.latent is not None:
+            if self._decoder.latent.q_rank:
+                names["q_down"] = family.latent.q_down
+            else:
+                names["q"] = family.latent.q_alone
+                del names["q_norm"]
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
         dense = {part: names.pop(part) for part in ("gate", "up", "down") if part in names}
         return names | {part: family.mixture.shared[part] for part in dense if part in family.mixture.shared}
+
+    # -- latent attention ---------------------------------------------------------------------------------------------
+
+    def _up(self, layer: int, name: str) -> StoredTensor | JoinedTensor:
+        """Of each head the rows that make values of latent vectors, or the columns that make latent vectors of queries:
+        files have them as they are, or the rows of both together, of which keys' become columns.
+
+        Raises ModelError when a tensor is missing or of another size.
+        """
+        rule, a, heads = self._decoder.family.latent, self._decoder.latent, self._decoder.heads
+        assert rule is not None
+        assert a is not None
+        rows, columns, own = (a.rank, a.plain, rule.k_up) if name == "k_up" else (a.value, a.rank, rule.v_up)
+        apart, both = (f"{self._spelled(layer, place)}.weight" for place in (own, rule.both_up[self._spelling]))
+        if not self._spelling and apart in self._tensors:
+            stored, shape = self._tensors[apart], (heads, rows, columns)
+            if stored.shape != shape:
+                raise ModelError(f"{self.name}: {apart} is {list(stored.shape)}, but must be {list(shape)}")
+            return replace(stored, shape=(heads * rows, columns))
+        stored, each = self._found(both), a.plain + a.value
+        if stored.shape != (heads * each, a.rank):
+            raise ModelError(f"{self.name}: {both} is {list(stored.shape)}, but must be {[heads * each, a.rank]}")
+        size = stored.n_bytes // stored.shape[0]
+
+        def turned(i: int) -> npt.NDArray[np.uint8]:
+            values = stored.part(i * each * size, a.plain * size).view(f"u{size // a.rank}")
+            return np.ascontiguousarray(values.reshape(a.plain, a.rank).T).view(np.uint8).reshape(-1)
+
+        def unpacked(i: int) -> npt.NDArray[np.uint8]:
+            values = self._unpack(both).reshape(heads, each, a.rank)[:, : a.plain].swapaxes(1, 2)
+            return np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+
+        if name == "v_up":
+            return JoinedTensor(
+                stored.type, columns, heads, rows, 0, lambda i: stored.part((i * each + a.plain) * size, rows * size)
+            )
+        if stored.type in safetensors.FLOATS:
+            return JoinedTensor(stored.type, columns, heads, rows, 0, turned)
+        return JoinedTensor("F32", columns, 1, heads * rows, 0, unpacked)
+
+    def _of_latent(self, layer: int) -> Iterator[str]:
+        """Every tensor that may be read for ``_up``."""
+        rule = self._decoder.family.latent
+        if rule is None:
+            return
+        apart = () if self._spelling else (rule.k_up, rule.v_up)
+        for place in (rule.both_up[self._spelling], *apart):
+            yield f"{self._spelled(layer, place)}.weight"
 
     # -- mixtures of experts ------------------------------------------------------------------------------------------
 
@@ -207,6 +269,8 @@ class Weights:
             and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
         )
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
+        if full.endswith(_BLOCKS):
+            return self._mxfp4(full, stored, (count, size, columns), part, rows, padding)
         if mixture.woven and self._spelling:
             return self._woven(full, stored, (count, columns, size), part, rows, padding)
         if stored.shape != (count, size, columns):
@@ -236,6 +300,31 @@ class Weights:
             return np.ascontiguousarray(values[:, every].T).view(np.uint8).reshape(-1)
 
         return JoinedTensor(stored.type, inputs, count, rows, padding, read)
+
+    def _mxfp4(
+        self, full: str, stored: StoredTensor, shape: tuple[int, int, int], part: str, rows: int, padding: int
+    ) -> JoinedTensor:
+        """A part of experts whose values stand two a byte beside an exponent for each 32 of them, rows of gate and up
+        in turn: as GGUF's blocks of the same type, which have the exponent first and value i beside value 16 + i."""
+        count, outputs, inputs = shape
+        scales, blocks = self._found(_scales(full)), (count, outputs, inputs // 32, 16)
+        for name, each, wanted in ((full, stored, blocks), (_scales(full), scales, blocks[:3])):
+            if inputs % 32 or (each.type, each.shape) != ("U8", wanted):
+                raise ModelError(
+                    f"{self.name}: {name} is {list(each.shape)} of type {each.type}, "
+                    f"but must be {list(wanted)} of type U8"
+                )
+        every = slice(int(part == "up"), None, outputs // rows)
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            size = outputs * inputs // 32
+            pairs = stored.part(i * size * 16, size * 16).reshape(outputs, -1, 2, 8)[every]
+            values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(rows, -1, 2, 16)
+            exponents = scales.part(i * size, size).reshape(outputs, -1, 1)[every]
+            together = values[:, :, 0] | values[:, :, 1] << 4
+            return np.concatenate([exponents, together], axis=-1).reshape(-1)
+
+        return JoinedTensor("MXFP4", inputs, count, rows, padding, read)
 
     def router(self, layer: int) -> JoinedTensor:
         """A layer's router, float32 [experts, hidden], and behind it the shared expert's gate, where it has one."""
@@ -411,6 +500,8 @@ class Weights:
         for places in mixture.experts.values():
             full = self._first(layer, places)
             yield from (full.format(i) for i in range(experts.count if "{}" in full else 1))
+            if full.endswith(_BLOCKS):
+                yield _scales(full)
         sinks = self._decoder.family.sinks
         for place in (mixture.router, mixture.shared_gate, mixture.choice_bias, *mixture.biases.values(), sinks):
             if place is not None:
@@ -439,7 +530,7 @@ class Weights:
                     spellings = (SPELLINGS[0], self._decoder.family.layers)
                     ours, place = (spellings[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
-            for full in (*self._of_mixture(layer), *self._of_net(layer)):
+            for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer)):
                 yield full, full, "experts"
 
 
