@@ -113,7 +113,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next")
         for i in range(s["layers"])
     ]
-    rank, plain, rotated, value = 32, 32, 16, 32  # of latent attention
+    rank, plain, rotated, value = 96, 32, 16, 32  # of latent attention
     if architecture == "deepseek2":
         out.add_head_count_kv(1)
         out.add_key_length(rank + rotated)
