@@ -113,15 +113,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     feeds = [not single or i % 3 == 1 for i in range(s["layers"])]
     out.add_feed_forward_length([s["inner"] * each for each in feeds] if single else s["inner"])
     out.add_head_count(s["heads"])
-    attends = (
-        [i % 3 == 2 for i in range(s["layers"])]
-        if single
-        else [
-            i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
-            for i in range(s["layers"])
-        ]
-    )
-    rank, plain, rotated, value = 32, 32, 16, 32  # of latent attention
+    recurrent = ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
+    attends = [i % 2 == 1 or architecture not in recurrent for i in range(s["layers"])]
+    if single:
+        attends = [i % 3 == 2 for i in range(s["layers"])]
+    rank, plain, rotated, value = 96, 32, 16, 32  # of latent attention
     if architecture == "deepseek2":
         out.add_head_count_kv(1)
         out.add_key_length(rank + rotated)

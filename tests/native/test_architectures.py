@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from native_helpers import BLOCKS, Tiny, feed
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -323,6 +324,25 @@ def test_old_files_of_latent_attention(kind: str, tmp_path: Path, rng: np.random
     else:
         assert np.corrcoef(ours.ravel(), expected.ravel())[0, 1] > 0.995
     assert old.info.kv_bytes_per_position == new.info.kv_bytes_per_position == 4 * 3 * (32 + 16 + 32)
+
+
+def test_ties_of_groups_and_experts_go_to_the_lower_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Where all scores are equal, as where they are so and the choice is told to prefer the first experts."""
+    saved("deepseek_v3", tmp_path)
+    tensors, found = load_file(tmp_path / "model.safetensors"), []
+    tokens = rng.integers(0, 120, 40)
+    for preferred in ([0.0] * 8, [3e-3, 2e-3, 1e-3, *[0.0] * 5], [0.0, 0.0, *[1e-3] * 3, 0.0, 0.0, 0.0]):
+        for name in tensors:
+            if name.endswith("mlp.gate.weight"):
+                tensors[name] = torch.zeros_like(tensors[name])
+            elif name.endswith("e_score_correction_bias"):
+                tensors[name] = torch.tensor(preferred)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        model = load_native(tmp_path, dtype="float32", kv_dtype="float32")
+        found.append(feed(model, model.kv.alloc(), tokens))
+        model.close()
+    assert np.array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
 
 
 def test_damaged_experts_are_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:

@@ -52,7 +52,10 @@ class Weights:
     def kind(self) -> str:
         """The type of a layer's up matrix, or of its experts', which is most of a model."""
         mixed = self._decoder.mixed
-        return self.experts(mixed.index(True), "up").type if any(mixed) else self.matrix(0, "up").type
+        if any(mixed):
+            return self.experts(mixed.index(True), "up").type
+        fed = self._decoder.fed
+        return self.matrix(fed.index(True) if fed else 0, "up").type
 
     def unused(self) -> list[str]:
         """Tensors that are not read: with them the decoder would compute something else."""
