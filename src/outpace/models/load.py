@@ -287,15 +287,18 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    if (family := _family(source, gguf)) is not None and family.recurrent is not None:
+    family = _family(source, gguf)
+    recurrent = family is not None and family.recurrent is not None
+    if recurrent and gguf is not None:
         if error is not None:
             raise error
         raise ModelError(
-            f"{source.name} has recurrent layers, which the native backend alone serves: use ",
-            Argument("backend", "native"),
-        )
+            f"{source.name} has recurrent layers, which the native backend alone reads from GGUF files: use ",
+            Argument("backend", "native"), ", or give the folder that the file was made from",
+        )  # fmt: skip
     refuse_images(source.name, source.path, architecture)
-    refuse_recurrent(source.name, source.path, architecture)
+    if not recurrent:
+        refuse_recurrent(source.name, source.path, architecture)
     if gguf is None:
         if list(source.path.glob("*.safetensors")):
             safetensors.read_folder(source.path)  # damaged and missing files

@@ -232,6 +232,7 @@ def described(module: Any) -> bool:
     if (
         family is None
         or family.mixture is not None
+        or family.recurrent is not None
         or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
     ):
         return False
