@@ -237,6 +237,7 @@ def test_tokens_are_transformers_own(kind: str, device: str, rng: np.random.Gene
         for ids in tensors
     ]  # fmt: skip
     model = TransformersModel(module, name=kind)
+    assert (model._own is None) == (kind not in ("Qwen3_5", "Lfm2"))  # mixtures run through transformers' modules
     for drafter in (None, "suffix+recycle"):
         given = {} if drafter is None else {"drafter": make(drafter, model), "size": 6}
         engine = Engine(model, prefill_chunk=37, prefix_rows=0, **given)
@@ -287,6 +288,23 @@ def test_drafted_answers_are_plain_decodings(module: Any, kind: str) -> None:
     assert sum(result.stats.accepted for result in drafted.values()) > 0
     assert sum(result.stats.reused_tokens for (i, _), result in drafted.items() if i >= len(PROMPTS)) > 50
     assert kind != "ngram" or sum(result.stats.preemptions for result in drafted.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
+def test_sixteen_bits(kind: str, device: str, rng: np.random.Generator) -> None:
+    """States are float32 whatever the weights are; our own decoder is proven in a copy in float32."""
+    module = module_of(kind, device, torch.bfloat16)
+    model = TransformersModel(module, name=kind)
+    assert model._own is not None
+    row, text = model.kv.alloc(), rng.integers(0, 120, 60)
+    found = np.concatenate([run(model, [row], [text[at : at + 13]]) for at in range(0, 60, 13)])
+    with torch.inference_mode():
+        ids = torch.from_numpy(text.astype(np.int64))[None].to(device)
+        expected = module(ids).logits[0].float().cpu().numpy()
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.99
+    assert model.kv.states is not None
+    assert model.kv.states.at(row).records.dtype == torch.float32
+    model.close()
 
 
 def test_what_cannot_be_served_is_refused(model: Any, module: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
-from outpace.models.torch.recurrent import States, StateShape
+from outpace.models.torch.recurrent import States, StateShape, Step
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
 FIRST = 64  # blocks of the pool at first; it doubles
@@ -65,7 +65,8 @@ class TorchKV(KVCache):
     """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read.
 
     ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool. Behind its last block, from ``spare``
-    on, it has one that no row takes, for tokens that only fill up a shape. ``states``: those of recurrent layers.
+    on, it has one that no row takes, for tokens that only fill up a shape. ``states``: those of recurrent layers, over
+    which the forward that runs makes the ``step``.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class TorchKV(KVCache):
         self._block_bytes: int = self._position_bytes * block
         self._rows: dict[int, _Row] = {}
         self.states = None if recurrent is None else States(recurrent, device)
+        self.step: Step | None = None
         self._empty()
 
     def _empty(self) -> None:
@@ -259,6 +261,8 @@ class TorchKV(KVCache):
             if self.states is not None:
                 self._make_way(sum(self.states.growth(row, n) for row, n in more.items()))
             yield
+            if self.step is not None:
+                self.step.end()
         except BaseException:
             for state, blocks in before.values():
                 state.blocks = blocks
@@ -267,6 +271,8 @@ class TorchKV(KVCache):
                 self._references[state.blocks] += 1
             self._free = np.flatnonzero(self._references == 0)[::-1].tolist()
             raise
+        finally:
+            self.step = None
         for row, n in more.items():
             self._rows[row].length += n
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,22 @@ from torch import Tensor
 
 from outpace.models import families
 from outpace.models.families import SPELLINGS
+from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.recurrent import StateShape, Step
+
+Join = Callable[[Sequence[torch.nn.Linear]], Callable[[Tensor], Tensor]]  # their products, one behind the other
+
+
+def beside(modules: Sequence[torch.nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """See ``Join``: by the modules as they are."""
+    return modules[0] if len(modules) == 1 else lambda x: torch.cat([each(x) for each in modules], 1)
 
 
 class DeltaNet:
     """A gated delta net (arXiv 2412.06464) with its projections: number ``layer`` of all layers, ``place`` of the
     recurrent ones."""
 
-    def __init__(self, module: Any, rule: families.DeltaNet, layer: int, place: int) -> None:
+    def __init__(self, module: Any, rule: families.DeltaNet, layer: int, place: int, join: Join) -> None:
         def find(name: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(layer, name))
 
@@ -31,7 +39,9 @@ class DeltaNet:
         config = module.config
         self._place, self.shape = place, delta_shape(config, 0)
         names = dict.fromkeys(rule.matrices[part][1] for part in ("qkv", "z", "b", "a"))
-        self._projections, self._out = [find(name) for name in names], find(rule.matrices["o"][1])
+        projections, out = [find(name) for name in names], find(rule.matrices["o"][1])
+        self.products = join(projections), join([out])
+        self._rows = [len(each.weight) for each in projections]
         self.module = find(rule.matrices["o"][1].rpartition(".")[0])
         self._woven = len(names) == 2
         self._weight, self._decay, self._bias = tensor(rule.convolution), tensor(rule.decay), tensor(rule.dt_bias)
@@ -41,18 +51,18 @@ class DeltaNet:
         """[N, H] of ``x`` [N, H]."""
         shape, dim = self.shape, self.shape.key_dim
         qkv, z, b, a = self._projected(x)
-        mixed = F.silu(step.convolved(self._place, qkv.float(), self._weight[:, 0].float().t()))
+        mixed = step.convolved(self._place, qkv.float(), self._weight[:, 0].float().t())
+        mixed = F.silu(mixed.to(x.dtype)).float()  # rounded where transformers rounds
         query, key, value = mixed.split([*(2 * [shape.key_heads * dim]), shape.value_heads * shape.value_dim], 1)
         query, key = (_unit(each.view(-1, shape.key_heads, dim)) for each in (query, key))
         value = value.view(-1, shape.value_heads, shape.value_dim)
         decay = torch.exp(-torch.exp(self._decay.float()) * F.softplus(a.float() + self._bias.float()))
-        out = step.gone_over(self._place, query * dim**-0.5, key, value, torch.sigmoid(b.float()), decay)
+        out = step.gone_over(self._place, query * dim**-0.5, key, value, torch.sigmoid(b).float(), decay)
         normed = self._norm(out.to(x.dtype).reshape(-1, shape.value_dim), z.reshape(-1, shape.value_dim))
-        result: Tensor = self._out(normed.view(len(x), -1))
-        return result
+        return self.products[1](normed.view(len(x), -1))
 
     def _projected(self, x: Tensor) -> Sequence[Tensor]:
-        found, shape = [each(x) for each in self._projections], self.shape
+        found, shape = list(self.products[0](x).split(self._rows, 1)), self.shape
         if not self._woven:
             return found
         each = shape.value_heads // shape.key_heads  # by key head: its queries, keys, values, gates; b, a
@@ -65,38 +75,44 @@ class DeltaNet:
 class ShortConv:
     """A short convolution between two gates; arguments as ``DeltaNet``'s."""
 
-    def __init__(self, module: Any, rule: families.ShortConv, layer: int, place: int) -> None:
+    def __init__(self, module: Any, rule: families.ShortConv, layer: int, place: int, join: Join) -> None:
         def find(name: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(layer, name))
 
         self._place = place
-        self._in, self._out = find(rule.matrices["in"][1]), find(rule.matrices["o"][1])
+        self.products = join([find(rule.matrices["in"][1])]), join([find(rule.matrices["o"][1])])
         self.module = find(rule.matrices["o"][1].rpartition(".")[0])
         self._conv = find(rule.convolution[1][0].rpartition(".")[0])
 
     def __call__(self, step: Step, x: Tensor) -> Tensor:
         """[N, H] of ``x`` [N, H]."""
-        before, behind, inner = self._in(x).chunk(3, 1)
+        before, behind, inner = self.products[0](x).chunk(3, 1)
         mixed = step.convolved(self._place, (before * inner).float(), self._conv.weight[:, 0].float().t())
         if self._conv.bias is not None:
             mixed = mixed + self._conv.bias.float()
-        result: Tensor = self._out(behind * mixed.to(x.dtype))
-        return result
+        return self.products[1](behind * mixed.to(x.dtype))
 
 
 Mixer = DeltaNet | ShortConv
 
 
-def mixers(module: Any) -> tuple[Mixer, ...]:
+def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
     """Those of ``module``'s layers that are recurrent, in their order; none where its family has none."""
     family = families.of_class(type(module).__name__)
     rule = None if family is None else family.recurrent
     if rule is None:
         return ()
-    kinds = module.config.layer_types
-    layers = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
     make: Any = DeltaNet if isinstance(rule, families.DeltaNet) else ShortConv
-    return tuple(make(module, rule, layer, place) for place, layer in enumerate(layers))
+    layers = [i for i, attends in enumerate(attending_layers(module)) if not attends]
+    return tuple(make(module, rule, layer, place, join) for place, layer in enumerate(layers))
+
+
+def attending_layers(module: Any) -> list[bool]:
+    """Which layers of a module of a known family have attention."""
+    family, count = families.of_class(type(module).__name__), len(module.model.layers)
+    if family is None or family.recurrent is None:
+        return [True] * count
+    return [kind == "full_attention" for kind in module.config.layer_types]
 
 
 def state_shape(module: Any, found: Sequence[Mixer]) -> StateShape | None:
@@ -117,11 +133,11 @@ def delta_shape(config: Any, layers: int) -> StateShape:
 
 
 @contextmanager
-def mixing(found: Sequence[Mixer], step: Step | None) -> Iterator[None]:
-    """Modules of recurrent layers compute by ``step``, and as before afterwards."""
+def mixing(found: Sequence[Mixer], kv: TorchKV) -> Iterator[None]:
+    """Modules of recurrent layers go over the states of ``kv``, and compute as before afterwards."""
     try:
-        for each in found if step is not None else ():
-            each.module.forward = _forward(each, step)
+        for each in found:
+            each.module.forward = _forward(each, kv.step)
         yield
     finally:
         for each in found:

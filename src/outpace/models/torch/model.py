@@ -26,7 +26,6 @@ from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.mixers import mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.probe import Reference, agree, prove_in_float32
-from outpace.models.torch.recurrent import Step
 from outpace.models.torch.state import ModuleState
 from outpace.models.torch.upload import uploaded
 
@@ -395,14 +394,10 @@ class TransformersModel(Model):
                     kept = [hidden_states[i] for i in batch.hidden_layers]
                     return TorchOutput(batch, logits, kept, where, self._rounding)
                 planned = plan(batch, kv, self._windows, self._device)
-                step = None if kv.states is None else Step(kv.states, batch)
                 if own is None:
-                    with mixing(self._mixers, step):
-                        logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
+                    logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
                 else:
                     logits, hidden_states = own(planned, layers, features, batch.hidden_layers)
-                if step is not None:
-                    step.end()
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
                 f"{self._device} has no memory left for a forward of {len(batch)} tokens: bound the KV memory, or give "
@@ -420,6 +415,7 @@ class TransformersModel(Model):
             undo.callback(setattr, anatomy.forward, "plan", None)
             anatomy.forward.plan = planned
             undo.enter_context(attending(self._configs, NAME, anatomy.sites))
+            undo.enter_context(mixing(self._mixers, planned.kv))
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
