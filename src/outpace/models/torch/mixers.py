@@ -28,6 +28,8 @@ class DeltaNet:
     recurrent ones."""
 
     def __init__(self, module: Any, rule: families.DeltaNet, layer: int, place: int, join: Join) -> None:
+        from transformers.activations import ACT2FN
+
         def find(name: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(layer, name))
 
@@ -43,7 +45,7 @@ class DeltaNet:
         self.products = join(projections), join([out])
         self._rows = [len(each.weight) for each in projections]
         self.module = find(rule.matrices["o"][1].rpartition(".")[0])
-        self._woven = len(names) == 2
+        self._woven, self._activation = len(names) == 2, ACT2FN[self.module.activation]
         self._weight, self._decay, self._bias = tensor(rule.convolution), tensor(rule.decay), tensor(rule.dt_bias)
         self._norm = find(rule.norm[1][0].rpartition(".")[0])
 
@@ -52,7 +54,7 @@ class DeltaNet:
         shape, dim = self.shape, self.shape.key_dim
         qkv, z, b, a = self._projected(x)
         mixed = step.convolved(self._place, qkv.float(), self._weight[:, 0].float().t())
-        mixed = F.silu(mixed.to(x.dtype)).float()  # rounded where transformers rounds
+        mixed = self._activation(mixed.to(x.dtype)).float()  # rounded where transformers rounds
         query, key, value = mixed.split([*(2 * [shape.key_heads * dim]), shape.value_heads * shape.value_dim], 1)
         query, key = (_unit(each.view(-1, shape.key_heads, dim)) for each in (query, key))
         value = value.view(-1, shape.value_heads, shape.value_dim)
