@@ -290,6 +290,18 @@ def test_drafted_answers_are_plain_decodings(module: Any, kind: str) -> None:
     assert kind != "ngram" or sum(result.stats.preemptions for result in drafted.values()) > 0
 
 
+def test_rows_that_share_a_state_get_on_in_little_memory(module: Any) -> None:
+    memory = 2 * TransformersModel(module, name="hybrid").kv.bytes_for(65)
+    expected: list[Any] = []
+    for limit in (None, memory):
+        with Engine(TransformersModel(module, name="hybrid", kv_memory=limit), max_rows=8) as engine:
+            for i in range(3):
+                engine.add([*range(1, 31)], SamplingParams(max_tokens=20, n=4, temperature=0.9, seed=i))
+            expected.append([result.token_ids for result in finished(engine).values()])
+    assert len(expected[0]) == 12
+    assert expected[0] == expected[1]
+
+
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
 def test_sixteen_bits(kind: str, device: str, rng: np.random.Generator) -> None:
     """States are float32 whatever the weights are; our own decoder is proven in a copy in float32."""
@@ -310,6 +322,9 @@ def test_sixteen_bits(kind: str, device: str, rng: np.random.Generator) -> None:
 def test_what_cannot_be_served_is_refused(model: Any, module: Any) -> None:
     with pytest.raises(ModelError, match="strict: recurrent layers"):
         TransformersModel(module, name="strict", strict=True)
+    around = type("Qwen3_5ForConditionalGeneration", (type(module),), {})
+    with pytest.raises(ModelError, match=r"it reads images, too, .* load that"):
+        TransformersModel(around(module.config).eval(), name="wrapper")
     batch = Batch.pack([model.kv.alloc()], [np.zeros(3, np.int32)], [0], [True], layers=2)
     with pytest.raises(ValueError, match="recurrent layers"):
         model.forward(batch)

@@ -23,7 +23,7 @@ from outpace.models import decoder as decoders
 from outpace.models import demo, families
 from outpace.models.families import Family
 from outpace.models.options import LoadOptions
-from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
+from outpace.models.refused import RECURRENT_LAYERS, refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.weights import safetensors, tensors
 from outpace.models.weights.facts import read_config
 from outpace.models.weights.file_bytes import refuse_pointer
@@ -520,7 +520,9 @@ def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
     hidden = text.get("hidden_size") or text.get("n_embd") or 0
     width = text.get("head_dim") or hidden // heads
-    layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
+    listed = text.get("layer_types")
+    kinds = [str(kind) for kind in listed] if isinstance(listed, list) else []
+    layers = (text.get("num_hidden_layers") or text.get("n_layer") or 0) - sum(k in RECURRENT_LAYERS for k in kinds)
     per_position = 2 * layers * (text.get("num_key_value_heads") or heads) * width * size
     return MemoryEstimate(elements * size, per_position, _device_name(options))
 

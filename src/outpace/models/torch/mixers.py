@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.errors import ModelError
 from outpace.models import families
 from outpace.models.families import SPELLINGS
 from outpace.models.torch.kv import TorchKV
@@ -99,8 +100,16 @@ Mixer = DeltaNet | ShortConv
 
 
 def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
-    """Those of ``module``'s layers that are recurrent, in their order; none where its family has none."""
-    family = families.of_class(type(module).__name__)
+    """Those of ``module``'s layers that are recurrent, in their order; none where its family has none. Raises
+    ModelError for the model around such a family that reads images, too."""
+    name = type(module).__name__
+    text = next((each for each in families.FAMILIES if each.transformers == families.WRAPPERS.get(name, "")), None)
+    if text is not None and text.recurrent is not None:
+        raise ModelError(
+            f"it reads images, too, and its recurrent layers are served of its part for text alone: load that "
+            f"({text.model}; AutoModelForCausalLM does)"
+        )
+    family = families.of_class(name)
     rule = None if family is None else family.recurrent
     if rule is None:
         return ()
