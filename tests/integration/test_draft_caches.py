@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace import SamplingParams
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
 from outpace.drafters.base import RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.none import NoDrafter
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import Acceptance
 from tests.by_hand import PROMPTS, answers
 from tests.integration.conftest import SIZES, VOCAB, Load
 from tests.native.native_helpers import Tiny
+from tests.toy import ToyTokenizer
 
 
 def view(row: int, tokens: list[int], request: int = 0) -> RowView:
@@ -258,3 +261,29 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
     tight.release(0)
     tight.release(1)
     assert [tokens for tokens, *_ in tight.native.trees(asked[2:])] == expected[2:]
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_prompts_are_read_beside_the_target_s_and_only_for_answers_that_pay_for_it(tiny: Tiny, composed: bool) -> None:
+    """No step reads more than the target's own chunk or one piece, a short answer's prompt is not read at all, and
+    what is said is said plainly, too."""
+    prompt = np.random.default_rng(3).integers(0, 10, 1400).tolist()
+    said: dict[tuple[bool, int], list[int]] = {}
+    for drafts in (False, True):
+        for most in (4, 150):
+            target, model = tiny.load("F32", sizes=SIZES | {"layers": 3}), tiny.load("F32", sizes=SIZES | {"layers": 2})
+            own = ModelDrafter(model, "model", VOCAB)
+            drafter = ComposedDrafter([NgramDrafter(), own]) if composed else own
+            lengths: list[int] = [0]
+            options: Any = {"cost": Cost.guess(), "prefill_chunk": 200}
+            with Engine(
+                target, ToyTokenizer(), drafter=drafter if drafts else NoDrafter(), **options,
+                on_step=lambda _, own=own, to=lengths: to.append(own._cache.length(0)),
+            ) as engine:  # fmt: skip
+                result = engine.generate(prompt, SamplingParams(max_tokens=most, ignore_eos=True))
+            said[drafts, most] = list(result.token_ids)
+            if drafts:
+                assert max(np.diff(lengths)) <= 200 + 8
+                assert (lengths[7] >= 1400 - 1) == (most == 150)
+    assert said[True, 4] == said[False, 4]
+    assert said[True, 150] == said[False, 150]

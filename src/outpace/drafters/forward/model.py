@@ -34,7 +34,7 @@ class ModelDrafter(ChainDrafter):
 
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
         super().__init__(name, target_vocab, model.info.vocab_size)
-        self.cost = DraftCost(levels=name, nodes=True)
+        self.cost = DraftCost(levels=name, nodes=True, reads=True)
         self._cache = OwnCache(model)
         self.native, self.names = self._cache.native(target_vocab), (name,)
 
@@ -92,6 +92,24 @@ class ModelDrafter(ChainDrafter):
         return (
             room and int(view.tokens[-n:].max()) < self._own_vocab
         )  # else the target said what this model cannot read
+
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+        """Rows that lack more, that there is no memory for, or with tokens that the model lacks, are left to drafts."""
+        longest = self.model.info.max_length
+        fit = [
+            (row, tokens)
+            for row, tokens, new in rows
+            if len(tokens) - self._cache.length(row) <= new + CATCH_UP
+            and len(tokens) <= longest
+            and tokens.max() < self._own_vocab
+        ]
+        while fit:
+            try:
+                self._cache.read([row for row, _ in fit], [tokens for _, tokens in fit])
+                break
+            except MemoryLimitError:
+                self._cache.release(fit.pop()[0])
+        return [row for row, _ in fit]
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)
