@@ -174,8 +174,9 @@ class Drafter:
         """Learn from ``events``: called after every prefill chunk and every verdict."""
 
     def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> Sequence[int]:
-        """Beginnings of rows' prompts, tokens int32 [n], of which the target has just read the last so many: read now,
-        no draft has to. Called where ``cost.reads``, and drafts are expected to pay for it. The rows that were read."""
+        """``rows``: numbers, beginnings of prompts int32 [n], and how many of these the target has just read. What is
+        read now, no draft has to. Called where ``cost.reads``, and drafts are expected to pay for it. The rows that
+        were read."""
         return ()
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
