@@ -1,7 +1,8 @@
 """Drafters that others have published, by the model that each was trained for, and small models of the same family.
 
 Looked up on ``DATE`` in the lists of their makers, who say which model each is for; sizes and licences stand on the
-pages that the names lead to. A drafter fits that very model alone: beside a fine-tune of it fewer drafts are accepted.
+pages that the names lead to. Layouts that are not read here are left out. A drafter fits that very model alone: beside
+a fine-tune of it fewer drafts are accepted.
 """
 
 from __future__ import annotations
@@ -31,18 +32,14 @@ def _zlab(models: Iterable[tuple[str, str]]) -> Iterator[Published]:
 
 def _deepspec(sizes: Iterable[str]) -> Iterator[Published]:
     for size in sizes:
-        for method, name in (("dspark", "dspark_qwen3_{}_block7"), ("dflash", "dflash_qwen3_{}_block7"),
-                             ("eagle", "eagle3_qwen3_{}_ttt7")):  # fmt: skip
-            yield Published(f"Qwen3-{size}", f"{method}:deepseek-ai/{name.format(size.lower())}", _DEEPSPEC)
+        for method in ("dspark", "dflash"):
+            yield Published(f"Qwen3-{size}", f"{method}:deepseek-ai/{method}_qwen3_{size.lower()}_block7", _DEEPSPEC)
 
 
 PUBLISHED: tuple[Published, ...] = (
     *_zlab((f"Qwen3.5-{size}", f"Qwen3.5-{size}-DFlash") for size in ("4B", "9B", "27B", "35B-A3B", "122B-A10B")),
     *_zlab((f"Qwen3.6-{size}", f"Qwen3.6-{size}-DFlash") for size in ("27B", "35B-A3B")),
-    *_zlab(
-        (model, f"{model}-DFlash")
-        for model in ("Kimi-K2.5", "Qwen3-Coder-Next", "Qwen3-Coder-30B-A3B", "gpt-oss-20b", "gpt-oss-120b")
-    ),
+    *_zlab((model, f"{model}-DFlash") for model in ("Qwen3-Coder-Next", "Qwen3-Coder-30B-A3B")),
     *_zlab((f"Qwen3-{size}", f"Qwen3-{size}-DFlash-b16") for size in ("4B", "8B")),
     *_zlab([("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat")]),
     *_deepspec(("4B", "8B", "14B")),
