@@ -37,6 +37,11 @@ class FakeHub:
             siblings.append({"rfilename": name, "size": len(content), "lfs": lfs})
         return {"id": repo, "sha": COMMIT, "siblings": siblings}
 
+    def tree(self, repo: str) -> list[dict[str, Any]]:
+        """What downloads of a whole repository go by."""
+        found = self.files[repo].items()
+        return [{"type": "file", "path": name, "size": len(c), "oid": self.digest(name, c)} for name, c in found]
+
     def digest(self, name: str, content: bytes) -> str:
         return hashlib.sha256(self.lies.get(name, content)).hexdigest()
 
@@ -44,12 +49,13 @@ class FakeHub:
         path = unquote(urlsplit(request.path).path)
         self.asked.append((request.command, path, dict(request.headers)))
         if path.startswith("/api/models/"):
-            repo = path.removeprefix("/api/models/").partition("/revision/")[0]
+            repo, tree, _ = path.removeprefix("/api/models/").partition("/revision/")[0].partition("/tree/")
             if repo not in self.files:
                 return plain(request, 404)
             if repo.startswith("closed/") and request.headers.get("Authorization") != "Bearer secret-token":
                 return plain(request, 401)
-            return plain(request, 200, json.dumps(self.listing(repo)).encode())
+            found = self.tree(repo) if tree else self.listing(repo)
+            return plain(request, 200, json.dumps(found).encode())
         repo, _, rest = path[1:].partition("/resolve/")
         name = rest.partition("/")[2]
         content = self.files.get(repo, {}).get(name)

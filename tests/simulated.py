@@ -185,7 +185,7 @@ class Driven(Adaptive):
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
                 v.row, v.request, 1, v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
-                chooser, cost.levels, cost.nodes, cost.trims,
+                chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
 

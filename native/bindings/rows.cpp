@@ -64,12 +64,12 @@ public:
     std::unique_ptr<BoundRow> row(int32_t row, int64_t request, int64_t prompt, bool adaptive, const nb::str& drafter,
         const nb::typed<nb::object, NativeDrafter>& native, const TuplesOf<nb::str>& names, bool natively, bool drafts, bool reads,
         bool ruled, const std::string& acceptance, bool watched, const Named& chooser, const nb::typed<nb::object, nb::str>& levels,
-        bool nodes, bool trims) {
+        bool nodes, bool trims, bool reads_prompts, int64_t limit) {
         NativeDrafter* drafts_for = native.is_none() ? nullptr : nb::cast<NativeDrafter*>(native);
         if (natively && (!drafts_for || names.size() == 0)) throw std::invalid_argument("a native drafter's sources need names");
         const Sampling sampling = sampling_of(chooser);
         const Policy::Kind kind{request, Policy::sampling_class(sampling.temperature), acceptance == "rejection", number(drafter),
-            levels.is_none() ? -1 : number(levels), nodes, trims};
+            levels.is_none() ? -1 : number(levels), nodes, trims, reads_prompts, prompt, limit};
         std::vector<int> sources;
         for (const nb::handle name : names) sources.push_back(number(name));
         return std::make_unique<BoundRow>(BoundRow{{row, prompt, drafts, adaptive, drafts_for, natively, std::move(sources), reads, ruled,
@@ -106,6 +106,17 @@ public:
                 {&row, static_cast<int32_t>(first), {tokens.data() + first, tokens.data() + first + count + 1}, nb::cast<bool>(given[4])});
         }
         rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
+    }
+
+    // Whether a row's drafter had better read its prompt; and what it has read, in how long, beside the step's other work.
+    bool reads(const BoundRow& row) {
+        const Policy* policy = rows().given();
+        return !row.row.adaptive || !policy || policy->reads(row.row.kind, static_cast<double>(row.row.prompt), 0.0);
+    }
+    void has_read(const std::vector<std::pair<BoundRow*, int64_t>>& read, double seconds, double body) {
+        int64_t tokens = 0;
+        for (const auto& [row, positions] : read) tokens += std::max(positions - row->row.read, int64_t{0}), row->row.read = positions;
+        if (Policy* policy = rows().policy(); policy && !read.empty()) policy->time_reading(read[0].first->row.kind, tokens, seconds, body);
     }
 
     TupleOf<ListOf<int>, ListOf<TupleOf<std::vector<int>, nb::str>>> propose() {
@@ -384,9 +395,13 @@ void bind_step_rows(nb::module_& m) {
         .def(nb::init<int, std::vector<int>, nb::str>(), "vocab"_a, "hidden_layers"_a, "target"_a)
         .def("row", &BoundRows::row, "row"_a, "request"_a, "prompt"_a, "adaptive"_a, "drafter"_a, "native"_a.none(), "names"_a,
             "natively"_a, "drafts"_a, "reads"_a, "ruled"_a, "acceptance"_a, "watched"_a, "chooser"_a, "levels"_a.none(), "nodes"_a,
-            "trims"_a,
+            "trims"_a, "reads_prompts"_a, "limit"_a,
             "native: the row's native drafter, which drafts for it where `natively`; drafts: whether any does. reads: it reads hidden "
-            "states; ruled: rules may edit a draft; watched: the caller looks at the row's logits; levels, nodes, trims: see DraftCost.")
+            "states; ruled: rules may edit a draft; watched: the caller looks at the row's logits; levels, nodes, trims, reads_prompts: "
+            "see DraftCost; limit: the most tokens of it.")
+        .def("reads", &BoundRows::reads, "row"_a, "Whether its drafter had better read its prompt, for what drafts are expected to save.")
+        .def("has_read", &BoundRows::has_read, "read"_a, "seconds"_a, "body"_a,
+            "Rows of one drafter, and how many positions it has read of each; what that took, and all else of the step.")
         .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a,
             "A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that are known here "
             "(None: not all that must be) and whether others can test a token; chunks (row, its tokens, where it begins, how many, whether "

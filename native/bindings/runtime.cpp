@@ -94,7 +94,8 @@ Layer layer_of(const Named& d) {
             {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm},
             {"features_norm", &Layer::features_norm}, {"sinks", &Layer::sinks}});
     read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
-    read<bool, Layer>(d, l, {{"norm_first", &Layer::norm_first}, {"gated", &Layer::gated}});
+    read<bool, Layer>(
+        d, l, {{"norm_first", &Layer::norm_first}, {"gated", &Layer::gated}, {"causal", &Layer::causal}, {"anchored", &Layer::anchored}});
     return l;
 }
 

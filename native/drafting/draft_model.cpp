@@ -1,46 +1,113 @@
 #include "drafting/draft_model.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <mutex>
 #include <stdexcept>
 
 #include "drafting/learned.h"
+#include "model/ranks.h"
+#include "runtime/denormals.h"
+#include "sampling/shortlist.h"
 
 namespace outpace {
+
+namespace {
+
+constexpr int kLevels = 8;      // of a draft that stops at a floor, as EAGLE's
+constexpr double kNear = 0.15;  // the chance of a path to a second choice that is drafted beside the first
+
+bool greedy(const Chooser& chooser) { return chooser.sampling.temperature == 0.0 && chooser.edits.empty(); }
+
+}  // namespace
 
 void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) {
     trees.assign(rows.size(), {});
     std::vector<Chain> chains;
     for (size_t i = 0; i < rows.size(); ++i) {
-        trees[i].levels = rows[i].depth();
-        if (trees[i].levels > 0) chains.push_back(begin(rows[i], trees[i]));
+        trees[i].levels = 0;
+        if (rows[i].depth() > 0) chains.push_back(begin(rows[i], trees[i]));
     }
     const auto reads = [&](const Chain& chain) {
         return std::all_of(chain.next, chain.next + chain.left, [&](int32_t token) { return token < model_->vocab(); });
     };
     chains.erase(std::remove_if(chains.begin(), chains.end(), std::not_fn(reads)), chains.end());
+    read_behind(chains);
     for (size_t depth = 0;; ++depth) {
         const auto done = [&](const Chain& chain) {
-            return static_cast<size_t>(chain.tree->levels) <= depth || chain.tree->tokens.size() < depth || chain.asked->n >= max_length_ ||
+            return chain.depth <= depth || chain.grown < depth || chain.asked->n >= max_length_ ||
                    chain.row->fed.size() + chain.left > max_length_;
         };
         chains.erase(std::remove_if(chains.begin(), chains.end(), done), chains.end());
         const std::unique_ptr<Result> result = feed(chains);
         if (!result) return;
-        const auto sampled = std::count_if(
-            chains.begin(), chains.end(), [](const Chain& chain) { return chain.chooser.sampling.temperature > 0.0; });
-        decide_all(result->runtime.get(), static_cast<int>(chains.size()), static_cast<int>(sampled), [&](int i, Workspace& workspace) {
+        // What a node's chance is takes a sum over the vocabulary, as sampling does.
+        decide_all(
+            result->runtime.get(), static_cast<int>(chains.size()), static_cast<int>(chains.size()), [&](int i, Workspace& workspace) {
             Chain& chain = chains[static_cast<size_t>(i)];
             chain.choice = choose(chain, *result, i, workspace);
+            if (chain.choice >= 0) rate(chain, *result, i);
         });
         for (Chain& chain : chains) {
-            if (chain.choice < 0) continue;  // its rules forbid every token, or the model's logits are not finite
-            Draft& tree = *chain.tree;
-            tree.add(chain.choice, static_cast<int32_t>(depth) - 1, NAN);
-            chain.next = &tree.tokens.back(), chain.left = 1;
-            chain.chooser.advance(chain.choice);
+            ++chain.tree->levels;
+            if (chain.choice >= 0) grow(chain);  // else its rules forbid every token, or the model's logits are not finite
+        }
+    }
+}
+
+// How likely the choice is to be the target's, and a second one. Under noise, which the target shares, the choice itself may be
+// unlikely: how sure the model is of anything says more.
+void ModelDrafter::rate(Chain& chain, const Result& result, int i) const {
+    const DenormalsAsZero mode;
+    const float* logits = result.logits(i);
+    const Best& best = result.best[static_cast<size_t>(i)];
+    const double sum = log_sum(logits, result.vocab, best, *result.kernels);
+    const auto chance = [&](int token) { return std::exp(static_cast<double>(logits[token]) - sum); };
+    chain.rival = kUndecided;
+    chain.chance = chance(chain.chooser.sampling.temperature == 0.0 ? chain.choice : best.index);
+    if (!chain.asked->adaptive || !greedy(chain.chooser)) return;
+    std::array<int32_t, 2> two{-1, -1};
+    likeliest(logits, result.vocab, 2, *result.kernels, two.data());
+    const int32_t rival = two[two[0] == chain.choice];
+    if (rival >= 0 && rival < vocab_) chain.rival = rival, chain.near = chance(rival);
+}
+
+void ModelDrafter::grow(Chain& chain) const {
+    Draft& tree = *chain.tree;
+    const int32_t parent = chain.end;
+    const double before = chain.path;
+    chain.path *= chain.chance;
+    chain.end = tree.add(chain.choice, parent, chain.path);
+    chain.chooser.advance(chain.choice);
+    ++chain.grown;
+    const double price = std::max(chain.asked->floor, kNear);
+    // A node less for the chain, as deep as it may still go.
+    const size_t room = static_cast<size_t>(chain.asked->size) - std::min(tree.size(), static_cast<size_t>(chain.asked->size));
+    if (chain.rival >= 0 && before * chain.near >= price && room > 0) {
+        tree.add(chain.rival, parent, before * chain.near);
+        chain.depth = std::min(chain.depth, chain.grown + room - 1);
+    }
+    if (chain.asked->floor > 0.0 && chain.path < chain.asked->floor) chain.depth = chain.grown;
+    chain.next = &tree.tokens[static_cast<size_t>(chain.end)], chain.left = 1;
+}
+
+void ModelDrafter::read_behind(std::vector<Chain>& chains) {
+    std::vector<Chain> behind;
+    for (const Chain& chain : chains)
+        if (chain.left > catch_up_) behind.push_back(chain);
+    if (behind.empty()) return;
+    chains.erase(std::remove_if(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > catch_up_; }), chains.end());
+    std::lock_guard<std::mutex> lock(model_->lock());
+    while (!behind.empty()) {
+        try {
+            forward(behind, false);
+            return;
+        } catch (const MemoryLimit&) {
+            model_->kv().free(behind.back().row->cached);
+            rows_->rows.erase(behind.back().asked->row);
+            behind.pop_back();
         }
     }
 }
@@ -56,8 +123,9 @@ ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     const size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
     kv.truncate(row.cached, static_cast<int>(known));
     row.fed.resize(known);
-    return {
-        &asked, &tree, &row, asked.tokens + known, asked.n - known, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}};
+    const int depth = asked.floor > 0.0 ? std::min(asked.size, kLevels) : asked.depth();
+    return {&asked, &tree, &row, asked.tokens + known, asked.n - known,
+        {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}, static_cast<size_t>(depth)};
 }
 
 // Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'
@@ -66,8 +134,6 @@ std::unique_ptr<Result> ModelDrafter::feed(std::vector<Chain>& chains) {
     std::lock_guard<std::mutex> lock(model_->lock());
     while (!chains.empty()) {
         try {
-            while (std::any_of(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > catch_up_; }))
-                forward(chains, false);
             return forward(chains, true);
         } catch (const MemoryLimit&) {
             model_->kv().free(chains.back().row->cached);

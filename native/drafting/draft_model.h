@@ -1,4 +1,7 @@
-// Rows of a draft model's own cache, and the chains that the model drafts from them in native steps: drafters/forward/model.py.
+// Rows of a draft model's own cache, and what the model drafts from them in native steps: drafters/forward/model.py.
+//
+// A draft is a chain of what the model itself chooses, each node with the model's probability. Where the policy chooses how
+// much is drafted, a chain ends at the price, and a second choice that is near stands beside the first.
 #pragma once
 
 #include <cstdint>
@@ -40,12 +43,21 @@ private:
         const int32_t* next;  // tokens that the row's cache lacks
         size_t left;
         Chooser chooser;
-        int choice = kUndecided;
+        size_t depth;  // most levels
+        size_t grown = 0;  // levels that it has
+        int32_t end = -1;  // its last node
+        double path = 1.0;  // the chance of that one's path
+        int choice = kUndecided, rival = kUndecided;  // at this level
+        double chance = 0.0, near = 0.0;  // theirs
     };
     Chain begin(const Asked& asked, Draft& tree);
+    // Rows that have more to read than one forward takes read as much; they draft in a later step.
+    void read_behind(std::vector<Chain>& chains);
     std::unique_ptr<Result> feed(std::vector<Chain>& chains);
     std::unique_ptr<Result> forward(std::vector<Chain>& chains, bool last);
     int choose(const Chain& chain, const Result& result, int i, Workspace& workspace) const;
+    void rate(Chain& chain, const Result& result, int i) const;
+    void grow(Chain& chain) const;
 
     const std::shared_ptr<Model> model_;
     const std::shared_ptr<DraftRows> rows_;

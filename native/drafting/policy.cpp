@@ -32,13 +32,17 @@ void Policy::admit(int64_t row, const Kind& kind) {
     own.kind = kind;
     const Asking& asker = asking_[kind.drafter];
     own.value = asker.value;
+    if (kind.reads) own.read = 0.0;
     if (asker.dear()) own.rests = static_cast<int>(std::max(asker.rested - step_, int64_t{0}));
 }
 
 void Policy::release(int64_t row) {
     for (size_t i = 0; i < count_; ++i)
         if (steps_[i].view.row == row) steps_[i].row = nullptr;
-    rows_.erase(row);
+    const auto gone = rows_.find(row);
+    if (gone == rows_.end()) return;
+    if (gone->second.first >= 0) answers_ += (gone->second.last - gone->second.first - answers_) / std::min(++ended_, 32);
+    rows_.erase(gone);
 }
 
 // -- before drafting --------------------------------------------------------------------------------------------------
@@ -60,7 +64,10 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
         step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
         step.floor = 0.0;
+        step.unread = false;
         step.draft.clear();
+        if (step.row->first < 0) step.row->first = views[i].context;
+        step.row->last = views[i].context;
         step.kept.clear();
         step.decision = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0, {}};
         cached += views[i].context;
@@ -92,7 +99,8 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     if (none == Why::Fixed) plan_levels();
     fixed_ = 0;
     for (size_t i = 0; i < count_; ++i) {
-        const Step& step = steps_[i];
+        Step& step = steps_[i];
+        step.planned = step.nodes ? step.levels : 0;
         if (!step.nodes) continue;
         Asking& asking = asking_[step.kind.drafter];
         ++asking.rows;
@@ -131,6 +139,8 @@ void Policy::plan_levels() {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
         most = std::max(most, steps_[i].nodes);
+        const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
+        steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, unread, context - steps_[i].row->first);
         ++drafters[steps_[i].kind.drafter];
     }
     if (rows.empty()) return;
@@ -145,6 +155,7 @@ void Policy::plan_levels() {
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0;
+    double fastest = 1.0;
     int levels = 0;
     Why none = budget_ < 0 ? Why::Spent : Why::Levels;
     for (int l = 1; l <= most; ++l) {
@@ -158,6 +169,7 @@ void Policy::plan_levels() {
         std::sort(nodes.begin(), nodes.end());
         const Choice choice = choose(nodes, l * level);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
+        if (choice.nodes) fastest = std::max(fastest, choice.speed);
         if (worth > best && bearable(nodes, choice.nodes, l * level) == choice.nodes)
             best = worth, levels = l, floor = rate() * (level + more(choice.nodes) / choice.nodes);
         else if (worth > best)
@@ -165,18 +177,19 @@ void Policy::plan_levels() {
         else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + l * level))
             none = choice.why;
     }
+    for (const auto& [drafter, count] : drafters) asking_[drafter].saves += (1.0 - 1.0 / fastest - asking_[drafter].saves) / 16.0;
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
     for (const size_t i : rows) {
         Step& step = steps_[i];
-        step.levels = std::min(levels, step.nodes);
+        step.levels = step.unread ? 0 : std::min(levels, step.nodes);
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0)
             step.floor = floor /
                          biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
         if (!step.kind.nodes)
             step.nodes = step.levels;
-        else if (!levels && step.row->rests)
+        else if (!step.levels && step.row->rests)
             step.nodes = 0;
         step.decision.why = step.nodes || !step.kind.nodes ? none : Why::Rests;
     }

@@ -26,7 +26,8 @@ public:
         bool rejection;  // what was sampled may not be dropped
         int drafter;
         int levels;         // the source that takes a forward for every level; -1: none
-        bool nodes, trims;  // as in Python's DraftCost
+        bool nodes, trims, reads;  // as in Python's DraftCost
+        int64_t prompt, limit;     // its tokens, and the most that the row will ever have
     };
     struct View {  // a row in a step
         int64_t row;
@@ -56,6 +57,11 @@ public:
 
     bool knows(int64_t row, int64_t request) const;
     void admit(int64_t row, const Kind& kind);
+    // Whether a drafter that `reads` had better read so many tokens of a row that has said `said`, for what drafts then save.
+    bool reads(const Kind& kind, double unread, double said) const;
+    void has_read(int64_t row, double positions);
+    // It read so many tokens beside the step under way, whose other work took `body` seconds.
+    void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);
 
     // Rows that it knows. Afterwards `nodes` and `levels` say what to ask for.
     void plan(const std::vector<View>& views, int64_t prefill);
@@ -79,6 +85,8 @@ public:
     const StepCosts& costs() const { return costs_; }
 
 private:
+    static constexpr double kSaves = 0.3;   // of `saves`, until it is known
+    static constexpr double kUnread = 16.0;  // tokens that a network reads on the way, whatever it drafts
     static constexpr double kAlways = 0.5;  // plain steps that a draft may cost, and be charged where its size is not measured
 
     struct Row {
@@ -90,6 +98,7 @@ private:
         int rests = 0;                 // steps before its drafter is asked again
         bool drawn = false;            // its nodes are sampled, and may not be dropped
         double read = -HUGE_VAL;       // positions that its network has read
+        double first = -1.0, last = 0.0;  // positions in its first step and in its last one
     };
     struct Whole {  // drafts that are verified whole, of one drafter and kind of sampling: decayed sums
         double drafts = 0.0, gained = 0.0, nodes = 0.0;
@@ -103,7 +112,10 @@ private:
         int64_t rested = 0;           // the step until which new rows do not ask either, where it is dear
         int rows = 0, levels = 0;     // in this step,
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
-        bool behind = false;          // in this step it has to read more than what a step or two add
+        bool behind = false;          // in this step it has to read more than what a step or two add:
+        double unread = 0.0;          // so many tokens
+        Ratios token;                 // plain steps for one of them
+        double saves = kSaves;        // plain steps that a token of an answer saves, lately, once all before it is read
         bool dear() const { return worth < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
@@ -118,7 +130,8 @@ private:
         View view;
         Row* row;  // null: released
         Kind kind;
-        int nodes, levels;
+        int nodes, levels, planned;  // planned: levels that were allowed
+        bool unread;                 // what it would have to read first is too much for what is left of the answer
         double floor;  // of a path's chance, for another level
         bool whole;  // its draft is verified whole, or not at all
         std::vector<Node> draft;
@@ -166,6 +179,8 @@ private:
     std::map<int, Asking> asking_;                             // by drafter
     double budget_ = 0.5;                                      // plain steps that drafts may lose
     double advantage_ = 1.0, tokens_ = 48.0, plains_ = 48.0;   // the rate over plain decoding's; decayed sums behind it
+    double answers_ = 256.0;  // tokens of an answer, on average
+    int ended_ = 8;           // answers that say so
     int64_t step_ = 0, drafted_at_ = 0, tried_at_ = 0,
             levels_at_ = 0;  // when nodes were last verified, and as a try, and a network was asked
     int fruitless_ = 0;                                        // drafts, one after the other, that brought nothing

@@ -10,7 +10,8 @@ namespace {
 constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
-constexpr double kUnread = 16.0;                     // tokens that a network reads on the way, whatever it drafts
+constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
+constexpr double kLevel = 0.25;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
@@ -94,14 +95,45 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, s
 }
 
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
+// A draft model that has much to read does so in pieces, and drafts nothing meanwhile.
 void Policy::read() {
-    for (auto& [drafter, asking] : asking_) asking.behind = false;
+    for (auto& [drafter, asking] : asking_) asking.behind = false, asking.unread = 0.0;
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
-        if (!step.row || step.kind.levels < 0 || !step.nodes || step.levels <= 0) continue;
-        asking_[step.kind.drafter].behind |= step.view.context - step.row->read > kUnread;
-        step.row->read = step.view.context;
+        if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;
+        Asking& asking = asking_[step.kind.drafter];
+        const double unread = step.view.context - step.row->read;
+        const double now = step.levels > 0 ? unread : std::min(unread, kPiece);
+        step.row->read += now;
+        if (step.levels > 0) step.row->read = step.view.context;
+        asking.behind |= unread > kUnread;
+        if (step.kind.reads && now > kUnread) asking.unread += now;
     }
+}
+
+bool Policy::reads(const Kind& kind, double unread, double said) const {
+    const auto found = asking_.find(kind.drafter);
+    double token = kLevel * costs_.among_many(), saves = kSaves;
+    if (found != asking_.end()) {
+        const Asking& asking = found->second;
+        saves = asking.saves;
+        if (asking.token.measured())
+            token = asking.token.median();
+        else if (asking.at(1).measured())
+            token = asking.at(1).median() * costs_.among_many();
+    }
+    const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
+    return unread * token <= left * saves;
+}
+
+void Policy::has_read(int64_t row, double positions) {
+    const auto found = rows_.find(row);
+    if (found != rows_.end()) found->second.read = std::max(found->second.read, positions);
+}
+
+void Policy::time_reading(const Kind& kind, int64_t tokens, double seconds, double body) {
+    if (!count_ || tokens < 1 || !(body > 0) || !(seconds > 0)) return;
+    asking_[kind.drafter].token.add(seconds / body * (1.0 + costs_.more(verified_) + costs_.prompts()) / static_cast<double>(tokens));
 }
 
 // Splits the draft phase among those that were asked, by what they were expected to take. Both phases are of one moment, so
@@ -114,8 +146,11 @@ void Policy::time_drafting(const Seconds& seconds) {
     for (auto& [drafter, asking] : asking_) {
         if (!asking.rows) continue;
         const double its = askers > 1 && expected > 0 ? spent * asking.all(asking.rows, asking.levels) / expected : spent / askers;
+        const double reading = asking.levels ? its - asking.all(asking.rows, asking.levels) : its;
+        if (asking.unread > 0 && (!asking.levels || asking.at(asking.rows).measured()))
+            asking.token.add(std::max(reading, 0.0) / asking.unread);
         if (!asking.levels) {
-            asking.each.add(its / asking.rows);
+            if (!asking.behind) asking.each.add(its / asking.rows);
             continue;
         }
         const double level = std::max(its - asking.rows * asking.each.median(), 0.0) / asking.levels;

@@ -65,6 +65,7 @@ public:
     double most(int nodes) const { return line(now_->most, prefill_ + nodes); }  // that they and the prompts may add
     double prompts() const { return prompts_; }                                 // and that the prompts add
     double table(int nodes) const;                                              // `more` without prompts, as the table says
+    double among_many() const { return table_.width(64) / 64.0 / table_.width(1); }  // a token of a prompt, beside one alone
     bool measured(int nodes) const;  // whether that is known of about so many
     // Most nodes that may be verified: what was measured, and if they may `grow` twice that.
     int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * known_ : known_}); }

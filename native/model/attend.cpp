@@ -106,9 +106,10 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             const Plan::Token& tok = token(t);
             job.q[i] = s_.rotated.get() + at * padded;
             job.out[i] = s_.attended.get() + at * value_padded;
-            job.position[i] = tok.position;
+            job.position[i] = l.causal ? tok.slot : tok.position;
             if (job.sinks) job.sink[i] = l.sinks[static_cast<size_t>(head)];
-            job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
+            const int last = l.anchored ? tok.cached - 1 : job.position[i];
+            job.first[i] = l.window > 0 ? std::max(0, last - l.window + 1) : 0;
             job.path[i] = m_.plan_.path(tok);
             const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
             job.parts[i] = tile.ranges > 1 ? s_.parts.get() + tile.parts + own : nullptr;

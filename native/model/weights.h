@@ -93,6 +93,8 @@ struct Layer {
     Matrix join;
     std::vector<float> features_norm;
     int window = 0;  // positions a token sees, itself among them; 0: all
+    // Of a drafter's block, in a layer with a window: slots see none behind them, or all see so many before the block.
+    bool causal = false, anchored = false;
     int rope = 0;    // which table; -1: heads are not rotated
 };
 

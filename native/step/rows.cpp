@@ -50,7 +50,10 @@ void Rows::plan(Policy* policy) {
     if (!this->policy()) return;
     views_.clear();
     for (const Row* row : rows) {
-        if (!policy_->knows(row->row, row->kind.request)) policy_->admit(row->row, row->kind);
+        if (!policy_->knows(row->row, row->kind.request)) {
+            policy_->admit(row->row, row->kind);
+            if (row->kind.reads) policy_->has_read(row->row, static_cast<double>(row->read));
+        }
         views_.push_back({row->row, row->adaptive, row->most, static_cast<double>(row->length - 1)});
     }
     int64_t prefill = 0;

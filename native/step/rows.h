@@ -36,6 +36,7 @@ struct Row {
     bool watched;            // Python wants a look at its logits
     Sampling sampling;       // `index` aside
     Policy::Kind kind;
+    int64_t read = 0;  // positions that its drafter has read beside the prompt's forwards
 
     const int32_t* tokens = nullptr;  // committed; the last one is pending. Null between two steps
     size_t length = 0;
@@ -112,6 +113,7 @@ public:
     const std::vector<int>& hidden_layers() const { return hidden_layers_; }
     bool limits_depth() const { return limits_depth_; }
     Policy* policy() const { return planned_ ? policy_ : nullptr; }  // null: it had no say
+    Policy* given() const { return policy_; }  // that sizes drafts, whether or not a row drafts in this step
     const std::shared_ptr<Result>& result() const { return result_; }
 
     // What the policy makes of the step that was: seconds that drafting took, and all else.

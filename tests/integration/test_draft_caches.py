@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace import SamplingParams
+from outpace import Engine, SamplingParams
+from outpace.control.cost import Cost
 from outpace.drafters.base import RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.drafters.lookup.ngram import NgramDrafter
+from outpace.drafters.none import NoDrafter
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import Acceptance
 from tests.by_hand import PROMPTS, answers
 from tests.integration.conftest import SIZES, VOCAB, Load
 from tests.native.native_helpers import Tiny
+from tests.toy import ToyTokenizer
 
 
 def view(row: int, tokens: list[int], request: int = 0) -> RowView:
@@ -133,22 +136,64 @@ def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
     rng, native, python = np.random.default_rng(4), draft_model(), draft_model()
     rows = [rng.integers(0, 10, n).tolist() for n in (1, 7, 2 * CATCH_UP + 3)]
     for step in range(4):
-        sizes = [5, 1 + step, 3]
-        drafts = python.propose([view(i, tokens) for i, tokens in enumerate(rows)], np.array(sizes, np.int32))
-        expected = [drafts.row(i).tokens for i in range(3)]
-        asked = [(i, 0, len(rows[i]), np.array(rows[i], np.int32), sizes[i]) for i in range(3)]
+        sizes = [5, 1 + step, 3 * (step > 0)]  # two calls read the long row
+        drafts = python.propose(
+            [view(i, tokens) for i, tokens in enumerate(rows)], np.array([5, 1 + step, 3], np.int32)
+        )
+        expected = [drafts.row(i) for i in range(3)]
+        asked = [(i, 0, len(rows[i]), np.array(rows[i], np.int32), size) for i, size in enumerate((5, 1 + step, 3))]
         found = native.native.trees(asked)
-        assert [tokens for tokens, *_ in found] == expected
+        assert [tokens for tokens, *_ in found] == [its.tokens for its in expected]
         assert [parents for _, parents, *_ in found] == [list(range(-1, size - 1)) for size in sizes]
-        assert np.isnan(found[0][2]).all()
+        for (_, _, gains, _), its in zip(found, expected, strict=True):
+            np.testing.assert_allclose(gains, its.gains, rtol=1e-6)
+            assert gains == sorted(gains, reverse=True)
         views = [view(i, tokens) for i, tokens in enumerate(rows)]
         assert chain(native, views, 2) == chain(python, views, 2)
         for i, tokens in enumerate(rows):
-            tokens += [*expected[i][:step], int(rng.integers(10))]
+            tokens += [*expected[i].tokens[:step], int(rng.integers(10))]
     native.check([0, 1, 2])
     assert native.bytes == python.bytes
     native.close()
     assert native.native is None
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02, 0.3])
+def test_a_chain_ends_at_the_price_and_a_near_second_choice_stands_beside_the_first(tiny: Tiny, floor: float) -> None:
+    """The chances of paths are the model's own, and C++ and Python draft the same trees."""
+    models = [tiny.load("F32", sizes=SIZES | {"layers": 2}) for _ in range(3)]
+    native, python, cache = (
+        ModelDrafter(models[0], "model", VOCAB),
+        ModelDrafter(models[1], "model", VOCAB),
+        OwnCache(models[2]),
+    )
+    python.native = None
+    rng, size, ranks = np.random.default_rng(1), np.array([12], np.int32), set()
+    for row in range(12):
+        tokens = rng.integers(0, 10, 9).tolist()
+        one = view(row, tokens)._replace(adaptive=True, depth=3, floor=floor)
+        found = python.propose([one], size)
+        draft = found.row(0)
+        either = [ComposedDrafter([NgramDrafter(), its]).propose([one], size) for its in (native, python)]
+        assert [(its.row(0).tokens, its.row(0).parents) for its in either[:1]] == [
+            (its.row(0).tokens, its.row(0).parents) for its in either[1:]
+        ]
+        last = -1  # of the chain
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            text = np.array([*tokens, *(draft.tokens[n] for n in draft.path(parent))], np.int32)
+            output, at = cache.feed([row], [cache.begin(row, text)])
+            p = np.exp(output.logits(at)[0].astype(np.float64))
+            before = draft.gains[parent] if parent >= 0 else 1.0
+            assert draft.gains[node] == pytest.approx(before * p[token] / p.sum(), rel=1e-4)
+            rank = int((p > p[token]).sum())
+            assert rank == 0 or draft.gains[node] >= max(floor, 0.15) * 0.999
+            last = last if rank else node
+            ranks.add(rank)
+        deepest = len(draft.path(last))
+        assert found.levels is not None
+        assert found.levels.tolist() == [deepest]
+        assert deepest == 3 if not floor else deepest == 8 or draft.gains[last] < floor or len(draft) == 12
+    assert ranks == ({0} if floor == 0.3 else {0, 1})
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 4])
@@ -216,3 +261,29 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
     tight.release(0)
     tight.release(1)
     assert [tokens for tokens, *_ in tight.native.trees(asked[2:])] == expected[2:]
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_prompts_are_read_beside_the_target_s_and_only_for_answers_that_pay_for_it(tiny: Tiny, composed: bool) -> None:
+    """No step reads more than the target's own chunk or one piece, a short answer's prompt is not read at all, and
+    what is said is said plainly, too."""
+    prompt = np.random.default_rng(3).integers(0, 10, 1400).tolist()
+    said: dict[tuple[bool, int], list[int]] = {}
+    for drafts in (False, True):
+        for most in (4, 150):
+            target, model = tiny.load("F32", sizes=SIZES | {"layers": 3}), tiny.load("F32", sizes=SIZES | {"layers": 2})
+            own = ModelDrafter(model, "model", VOCAB)
+            drafter = ComposedDrafter([NgramDrafter(), own]) if composed else own
+            lengths: list[int] = [0]
+            options: Any = {"cost": Cost.guess(), "prefill_chunk": 200}
+            with Engine(
+                target, ToyTokenizer(), drafter=drafter if drafts else NoDrafter(), **options,
+                on_step=lambda _, own=own, to=lengths: to.append(own._cache.length(0)),
+            ) as engine:  # fmt: skip
+                result = engine.generate(prompt, SamplingParams(max_tokens=most, ignore_eos=True))
+            said[drafts, most] = list(result.token_ids)
+            if drafts:
+                assert max(np.diff(lengths)) <= 200 + 8
+                assert (lengths[7] >= 1400 - 1) == (most == 150)
+    assert said[True, 4] == said[False, 4]
+    assert said[True, 150] == said[False, 150]

@@ -56,7 +56,7 @@ def row_of(step: Any, number: int) -> Any:
     chooser = describe(Chooser(SamplingParams(), Noise(0), 0), [])
     return step.row(
         FIRST + number, number, 1, False, "drafter", None, (), False, True, False, False, "coupled", False, chooser,
-        None, False, True,
+        None, False, True, False, 999,
     )  # fmt: skip
 
 

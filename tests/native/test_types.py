@@ -22,7 +22,7 @@ from outpace.models.base import Model, Output
 def step(model: Model, rows: _fast.native.Rows, tokens: I32) -> Output:
     row = rows.row(
         0, 1, 3, True, "ngram", _fast.native.NgramLookup(1, 4, 8, [0.5], 0.1), ("ngram",), True, True, False, False,
-        "coupled", False, {}, None, True, True,
+        "coupled", False, {}, None, True, True, False, 99,
     )
     rows.begin(None, [(row, tokens, 3, 4), (row, tokens.data, 3, 4, None, False)], [(row, tokens, 0, 2, True)])
     rows.put([0], Drafts(*rows.drafts(True)))

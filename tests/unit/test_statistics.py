@@ -111,3 +111,10 @@ def test_nothing_never_divides() -> None:
     assert [empty.tokens_per_step, empty.acceptance_rate, empty.decode_tokens_per_second] == [0.0, 0.0, 0.0]
     assert empty.end_to_end_tokens_per_second == 0.0
     assert json.loads(json.dumps(empty.to_dict()))["acceptance_by_position"] == []
+
+
+def test_a_drafter_of_which_nothing_is_accepted_is_remarked_on() -> None:
+    """After 64 tokens; not lookups, which find nothing in some texts, nor one that is right now and then."""
+    named = {"eagle:org/it": 64, "model:small": 63, "suffix": 900, "dflash:org/it": 199}
+    (said,) = Stats(drafted_by=named, accepted_by={"dflash:org/it": 1}).useless
+    assert said.startswith("eagle:org/it: 0 of 64 drafted tokens were accepted: it was likely made for another model")

@@ -16,6 +16,7 @@ NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
     "trace",
     "explain",
     "recommend",
+    "drafters",
     "plan",
     "report",
     "datastore",

@@ -45,12 +45,14 @@ class DraftCost:
 
     ``levels``: the source that takes a forward of its own for every depth (None: asking costs once). ``nodes``: a row
     may be asked for more nodes than that, since others draft beside that source, or it branches. ``trims``: nodes may
-    be dropped once they are known; False: a draft is verified whole or not at all.
+    be dropped once they are known; False: a draft is verified whole or not at all. ``reads``: it reads all of a row's
+    tokens by forwards of its own, a prompt beside the target's.
     """
 
     levels: str | None = None
     nodes: bool = False
     trims: bool = True
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,12 @@ class Drafter:
 
     def observe(self, events: Sequence[Event]) -> None:
         """Learn from ``events``: called after every prefill chunk and every verdict."""
+
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> Sequence[int]:
+        """``rows``: numbers, beginnings of prompts int32 [n], and how many of these the target has just read. What is
+        read now, no draft has to. Called where ``cost.reads``, and drafts are expected to pay for it. The rows that
+        were read."""
+        return ()
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of ``row``'s verified ``tokens``

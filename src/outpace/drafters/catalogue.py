@@ -32,6 +32,8 @@ class Method:
 COMMON = ("size", "fallback")  # options of every method: the engine's, and the composition's
 _LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup", "forward", "learned.load"))
 _HISTORY = "1: what finished requests left serves later ones (0)"
+_REVISION = {"revision": "of its repository"}
+_PUBLISHED = "a trained drafter: its folder, or its repository in a hub"
 METHODS: Mapping[str, Method] = {
     "auto": Method(
         f"what suits most text: {AUTO}, with the model's own layer that drafts or a trained one for it",
@@ -119,8 +121,9 @@ METHODS: Mapping[str, Method] = {
             "branch": "candidates of a node",
             "levels": "most levels of a draft",
             "quantize": "int8 or int4: its weights in groups of 32",
+            "revision": "of its repository",
         },
-        argument="a trained drafter's folder, or demo: the one that comes for the demo model",
+        argument="a trained drafter's folder or repository, or demo: the one that comes for the demo model",
         short="PATH",
         example="/data/demo-eagle",
     ),
@@ -136,18 +139,50 @@ METHODS: Mapping[str, Method] = {
         "one small forward",
         "cheap wide drafts",
         f"{_LEARNED}:build",
-        argument="a trained drafter's folder",
+        _REVISION,
+        argument=_PUBLISHED,
         short="PATH",
         example="/data/demo-parallel",
+    ),
+    "dflash": Method(
+        "a block of tokens from one small forward, as z-lab and speculators publish it",
+        "one small forward",
+        "published DFlash drafters",
+        f"{_LEARNED}:build",
+        _REVISION,
+        argument=_PUBLISHED,
+        short="ID",
+        example="z-lab/Qwen3-8B-DFlash-b16",
+    ),
+    "dspark": Method(
+        "the same with heads for the token before and for confidence, as DeepSpec publishes it",
+        "one small forward",
+        "published DSpark drafters",
+        f"{_LEARNED}:build",
+        _REVISION,
+        argument=_PUBLISHED,
+        short="ID",
+        example="deepseek-ai/dspark_qwen3_8b_block7",
     ),
     "medusa": Method(
         "heads that were trained on the target's last hidden state",
         "one product",
         "published Medusa heads",
         f"{_LEARNED}:build",
-        argument="a trained drafter's folder",
+        _REVISION,
+        argument=_PUBLISHED,
         short="PATH",
         example="/data/demo-medusa",
+    ),
+    "drafter": Method(
+        "a published drafter, whose method its config.json tells",
+        "as that method",
+        "a drafter that somebody trained for this model",
+        f"{_LEARNED}:build",
+        {"branch": "candidates of a node, where it drafts trees", "levels": "most levels of a draft", **_REVISION},
+        argument=_PUBLISHED,
+        short="ID",
+        example="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
 }
 

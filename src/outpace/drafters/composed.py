@@ -76,6 +76,7 @@ class ComposedDrafter(Drafter):
         self.cost = DraftCost(
             levels[0] if levels else None,
             nodes=bool(levels) and (len(levels) < len(parts) or any(part.cost.nodes for part in parts)),
+            reads=any(part.cost.reads for part in parts),
         )
         each = [
             (part.native, fallback, part.needs.draws, part.cost.levels is not None)
@@ -169,6 +170,10 @@ class ComposedDrafter(Drafter):
             path = np.zeros(0, np.int32) if draft is None else follow(draft, verdict.tokens[:-1])
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return event._replace(hidden_states=states, verdict=verdict)
+
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> Sequence[int]:
+        read = [set(part.read_prompts(rows)) for part in self.parts if part.cost.reads]
+        return sorted(set.intersection(*read)) if read else ()
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         for part in self.parts:

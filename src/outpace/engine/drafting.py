@@ -57,6 +57,10 @@ class Drafting:
         """Whether some drafter serves the row."""
         return sequence.size > 0 and sequence.drafter in self.drafters
 
+    def reads_prompts(self, sequence: Sequence) -> bool:
+        """Whether the row's drafter reads a prompt by forwards of its own."""
+        return self.drafts_for(sequence) and self.drafters[sequence.drafter].cost.reads
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

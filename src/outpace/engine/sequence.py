@@ -351,7 +351,7 @@ class Sequence:
             stopped_by=self.stopped_by,
             error=self.error,
             cause=self.cause,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.stats.useless),
             pieces=self._pieces(),
         )
 

@@ -11,6 +11,7 @@ touches little.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ def native_row(core: Core, sequence: Sequence) -> _fast.native.Row:
         acceptance=request.acceptance,
         watched=needs.choices or sequence.ranks > 0,
         chooser=describe(view.chooser, []), levels=view.cost.levels, nodes=view.cost.nodes, trims=view.cost.trims,
+        reads_prompts=view.cost.reads, limit=sequence.limit,
     )  # fmt: skip
     return sequence.native
 
@@ -391,9 +393,11 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if entries:
             events = [event(step, i, n, s, states.get(i)) for i, n, s in entries]
             drafting.observe(name, [s for _, _, s in entries], events)
+    spent = dict(clock.so_far())
+    body = spent["target"] + spent["verify"] + spent["other"]
+    read_prompts(step, body)
     if drafting.policy is not None:
-        spent = clock.so_far()
-        core.rows.learn(spent["draft"], spent["target"] + spent["verify"] + spent["other"])
+        core.rows.learn(spent["draft"], body)
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:
@@ -406,6 +410,26 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
     if core.on_step is not None:
         core.on_step(record(step, ends, row_numbers, clock))
+
+
+def read_prompts(step: Step, body: float) -> None:
+    """Draft models read the chunks of prompts that the target has just read, where drafts are expected to pay for it:
+    piece by piece, so that no step waits for a whole prompt."""
+    drafting, rows = step.core.drafting, step.core.rows
+    found: dict[str, list[tuple[Sequence, int, int]]] = {}
+    for chunk in step.plan.chunks:
+        sequence = chunk.sequence
+        if sequence.row < 0 or sequence.native is None or not drafting.reads_prompts(sequence):
+            continue
+        if rows.reads(sequence.native):
+            found.setdefault(sequence.drafter, []).append((sequence, chunk.start + chunk.count, chunk.count))
+    for name, beginnings in found.items():
+        read: list[int] = []
+        drafter, begun = drafting.drafters[name], time.perf_counter()
+        given = [(s.row, s.tokens[:n], new) for s, n, new in beginnings]
+        drafting.attempt(name, [s for s, _, _ in beginnings], lambda arg: read.extend(drafter.read_prompts(arg)), given)  # noqa: B023
+        seconds = time.perf_counter() - begun
+        rows.has_read([(s.native, n) for s, n, _ in beginnings if s.native and s.row in read], seconds, body)
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:

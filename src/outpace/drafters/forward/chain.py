@@ -1,18 +1,37 @@
-"""What drafters that run a forward a level have in common: a chain a row, drawn as the target would draw it."""
+"""What drafters that run a forward a level have in common: a chain a row, drawn as the target would draw it.
+
+One that knows how likely its tokens are ends a chain at the price, and drafts a second choice beside one that is near.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from outpace.common.arrays import F32, F64, I32
-from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, RowView, levels
+from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, RowView, draws_now
 from outpace.errors import MemoryLimitError, NoTokenAllowedError
-from outpace.exact.drafts import Drafts
+from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Output
+
+NEAR = 0.15  # the chance of a path to a second choice that is drafted beside the first; native/drafting/draft_model.cpp
+
+
+class Rated(NamedTuple):
+    """How likely a drafted token is to be the target's (NaN: unknown), and which other one may be, how likely."""
+
+    chance: float
+    rival: int | None = None
+    near: float = 0.0
+
+
+UNRATED = Rated(math.nan)
 
 
 class ChainDrafter(Drafter):
@@ -23,6 +42,7 @@ class ChainDrafter(Drafter):
     """
 
     needs = DrafterNeeds(draws=True)
+    rates = False  # whether ``_rated`` says anything
 
     def __init__(self, name: str, vocab: int, own_vocab: int) -> None:
         self.name = name
@@ -51,34 +71,65 @@ class ChainDrafter(Drafter):
         """Whether the row's draft int32 [n >= 1] ends here, whatever its size."""
         return False
 
+    def _deepest(self, view: RowView, size: int) -> int:
+        """Most levels of the row's draft of ``size`` nodes."""
+        return size if view.depth is None else min(size, view.depth)
+
+    def _rated(
+        self,
+        output: Output,
+        last: I32,
+        rows: Sequence[RowView],
+        choosers: Sequence[Chooser],
+        tokens: Sequence[int | None],
+    ) -> list[Rated]:
+        """Of each row's choice among ``tokens`` [n], from the logits after ``last`` [n]: what is known of it."""
+        return [UNRATED] * len(tokens)
+
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
-        sizes = levels(rows, sizes)
-        b, w = len(rows), int(sizes.max(initial=0))
-        sampled = any(view.acceptance == "rejection" and not view.chooser.params.greedy for view in rows)
-        tokens = np.zeros((b, w), np.int32)
+        deepest = [self._deepest(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)]
+        b, w = len(rows), max(deepest, default=0)
+        sampled = any(draws_now(view) for view in rows)
         q = np.zeros((b, w, self._vocab)) if sampled else None
-        widths = np.zeros(b, np.int32)
+        drafts, ends, paths = [Draft() for _ in rows], [-1] * b, [1.0] * b
+        grown, forwards = [0] * b, np.zeros(b, np.int32)
         choosers = [view.chooser for view in rows]
-        feed = [self._begin(view) for view in rows]
+        feed = [self._begin(view) if most else np.zeros(0, np.int32) for view, most in zip(rows, deepest, strict=True)]
         active = list(range(b))
         for depth in range(w):
-            active = [i for i in active if sizes[i] > depth == widths[i] and self._fits(rows[i], len(feed[i]))]
+            active = [i for i in active if deepest[i] > depth == grown[i] and self._fits(rows[i], len(feed[i]))]
             if depth:
-                active = [i for i in active if not self._enough(rows[i], tokens[i, :depth])]
+                active = [i for i in active if not self._enough(rows[i], np.array(drafts[i].tokens, np.int32))]
             if not active:
                 break
             found = self._fed(rows, active, feed)
             if found is None:
                 break
             output, last, active = found
-            for i, token in zip(active, self._choose(output, last, active, rows, choosers, q, depth), strict=True):
+            forwards[active] += 1
+            tokens = self._choose(output, last, active, rows, choosers, q, depth)
+            rated = self._rated(output, last, [rows[i] for i in active], [choosers[i] for i in active], tokens)
+            for i, token, its in zip(active, tokens, rated, strict=True):
                 if token is None:
                     continue
-                tokens[i, depth] = token
-                widths[i] += 1
+                draft, parent, before = drafts[i], ends[i], paths[i]
+                paths[i] = before * its.chance
+                ends[i] = draft.add(token, parent, paths[i])
+                grown[i] += 1
+                room = int(sizes[i]) - len(draft)
+                if its.rival is not None and before * its.near >= max(rows[i].floor, NEAR) and room > 0:
+                    draft.add(its.rival, parent, before * its.near)
+                    deepest[i] = min(deepest[i], grown[i] + room - 1)  # a node less for the chain
+                if rows[i].floor > 0 and paths[i] < rows[i].floor:
+                    deepest[i] = grown[i]
                 choosers[i] = choosers[i].advance(token)
-                feed[i] = tokens[i, depth : depth + 1]
-        return Drafts(tokens, widths, q=q, sources=(self.name,))
+                feed[i] = np.array([token], np.int32)
+        made = Drafts.of(drafts, (self.name,))
+        if q is not None:
+            q = q[:, : made.tokens.shape[1]]
+        if not self.rates:
+            return replace(made, q=q, confidence=None)
+        return replace(made, q=q, levels=forwards)
 
     def _fed(self, rows: Sequence[RowView], active: list[int], feed: list[I32]) -> tuple[Output, I32, list[int]] | None:
         """``_feed`` for those of the ``active`` rows that there is memory for, from the first on; None: for none."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from outpace.common.arrays import I32
-from outpace.drafters.base import DraftContext, RowView
-from outpace.drafters.forward.chain import ChainDrafter
-from outpace.drafters.forward.own_cache import OwnCache
+from outpace.drafters.base import DraftContext, DraftCost, RowView, draws_now
+from outpace.drafters.forward.chain import UNRATED, ChainDrafter, Rated
+from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.drafters.spec import DrafterSpec, draft_models
+from outpace.errors import MemoryLimitError
+from outpace.exact.sampling import Chooser
 from outpace.models.base import Model, Output
 
 if TYPE_CHECKING:
@@ -19,11 +24,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+DEEPEST = 8  # levels of a draft that stops at a floor
+
+
 class ModelDrafter(ChainDrafter):
     """Chains from a draft model: the choices it makes itself under the request's own parameters, rules and noise."""
 
+    rates = True
+
     def __init__(self, model: Model, name: str, target_vocab: int) -> None:
         super().__init__(name, target_vocab, model.info.vocab_size)
+        self.cost = DraftCost(levels=name, nodes=True, reads=True)
         self._cache = OwnCache(model)
         self.native, self.names = self._cache.native(target_vocab), (name,)
 
@@ -32,15 +43,73 @@ class ModelDrafter(ChainDrafter):
         return self._cache.model
 
     def _begin(self, view: RowView) -> I32:
-        """Roll the row back to what is committed, and return the committed tokens it has not seen (at least one)."""
-        return self._cache.begin(view.row, view.tokens)
+        """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
+        where they are more than a forward takes, of which it has read the first now."""
+        unread = self._cache.begin(view.row, view.tokens)
+        if len(unread) <= CATCH_UP or unread.max() >= self._own_vocab:
+            return unread
+        try:
+            self._cache.read([view.row], [view.tokens[: len(view.tokens) - len(unread) + CATCH_UP]])
+        except MemoryLimitError:
+            self._cache.release(view.row)
+        return np.zeros(0, np.int32)
+
+    def _deepest(self, view: RowView, size: int) -> int:
+        most = super()._deepest(view, size)
+        return min(size, DEEPEST) if most and view.floor else most
+
+    def _rated(
+        self,
+        output: Output,
+        last: I32,
+        rows: Sequence[RowView],
+        choosers: Sequence[Chooser],
+        tokens: Sequence[int | None],
+    ) -> list[Rated]:
+        """Under noise, which the target shares, the choice itself may be unlikely: how sure the model is of anything
+        says more."""
+        chosen = np.array([0 if token is None else token for token in tokens], np.int32)
+        found = output.logprobs(last, chosen, [2] * len(rows))
+        rated = []
+        for view, chooser, token, its in zip(rows, choosers, tokens, found, strict=True):
+            if token is None or draws_now(view):
+                rated.append(UNRATED)
+                continue
+            greedy = chooser.params.greedy
+            sure = Rated(math.exp(its.logprob if greedy else its.top[0].logprob))
+            if view.adaptive and greedy and not chooser.rules:
+                other = its.top[its.top[0].token == token] if len(its.top) > 1 else None
+                if other is not None and other.token < self._vocab:
+                    sure = sure._replace(rival=other.token, near=math.exp(other.logprob))
+            rated.append(sure)
+        return rated
 
     def _fits(self, view: RowView, n: int) -> bool:
         longest = self.model.info.max_length
+        if n == 0:
+            return False
         room = len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
         return (
             room and int(view.tokens[-n:].max()) < self._own_vocab
         )  # else the target said what this model cannot read
+
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+        """Rows that lack more, that there is no memory for, or with tokens that the model lacks, are left to drafts."""
+        longest = self.model.info.max_length
+        fit = [
+            (row, tokens)
+            for row, tokens, new in rows
+            if len(tokens) - self._cache.length(row) <= new + CATCH_UP
+            and len(tokens) <= longest
+            and tokens.max() < self._own_vocab
+        ]
+        while fit:
+            try:
+                self._cache.read([row for row, _ in fit], [tokens for _, tokens in fit])
+                break
+            except MemoryLimitError:
+                self._cache.release(fit.pop()[0])
+        return [row for row, _ in fit]
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)

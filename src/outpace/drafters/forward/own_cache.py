@@ -69,6 +69,19 @@ class OwnCache:
             raise
         return output, batch.starts[1:] - 1
 
+    def read(self, rows: Sequence[int], tokens: Sequence[I32]) -> None:
+        """Make the rows' KV that of ``tokens[b]`` int32 [n_b], of which each row may have a beginning. What is new
+        goes through at most ``CATCH_UP`` tokens a row and forward. Raises MemoryLimitError."""
+        left: dict[int, I32] = {}
+        for row, wanted in zip(rows, tokens, strict=True):
+            self._ensure(row)
+            known = self._known(row, wanted)
+            self.truncate(row, known)
+            left[row] = wanted[known:]
+        while left := {row: rest for row, rest in left.items() if len(rest)}:
+            self._forward(list(left), [rest[:CATCH_UP] for rest in left.values()], wanted=False)
+            left = {row: rest[CATCH_UP:] for row, rest in left.items()}
+
     def _forward(
         self, rows: Sequence[int], tokens: Sequence[I32], *, wanted: bool, **inputs: Any
     ) -> tuple[Output, Batch]:

@@ -25,6 +25,7 @@ from outpace.drafters.learned.layouts import (
     Config,
     EagleConfig,
     MedusaConfig,
+    ParallelConfig,
     eagle_layers,
     embedding_shape,
     head_shapes,
@@ -33,7 +34,7 @@ from outpace.drafters.learned.layouts import (
 )
 from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.base import ModelInfo
-from outpace.models.weights import q4_1, safetensors
+from outpace.models.weights import pickles, q4_1, safetensors
 from outpace.models.weights.facts import Facts, read_config
 from outpace.models.weights.file_bytes import StoredTensor
 
@@ -68,9 +69,9 @@ def read(path: StrPath) -> Checkpoint:
     facts = Facts(str(folder / "config.json"), config, verdict="is no drafter that can be read")
     files, stored = safetensors.read_folder(folder)
     if not files:
-        pickled = sorted(p.name for kind in ("*.bin", "*.pt") for p in folder.glob(kind))
-        other = f"{pickled[0]} is a pickle, which can run code: convert it" if pickled else f"get its {WEIGHTS}"
-        raise ModelError(f"{folder} has no safetensors weights: {other}")
+        if not (files := pickles.files(folder)):
+            raise ModelError(f"{folder} has no weights: get its {WEIGHTS}")
+        stored = safetensors.read(pickles.converted(files))
     own = facts.part("outpace")
     if config.get("outpace"):
         _check_own(own, folder)
@@ -106,6 +107,13 @@ def fit(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None, *, tra
     target than the one it was trained for. To run it there costs acceptance only: see ``stranger``.
     """
     fitted = fit_shape(checkpoint, info.name, (info.vocab_size, info.hidden_size), info.layers)
+    config = fitted.config
+    if not training and not isinstance(config, MedusaConfig) and config.decoder.rope.plain:
+        # Rotations that are not stretched hold at any position: what was trained on short texts goes on drafting.
+        decoder = replace(config.decoder, max_length=max(config.decoder.max_length, info.max_length))
+        fitted = replace(fitted, config=replace(config, decoder=decoder))
+    if training and not isinstance(config, MedusaConfig) and config.decoder.windows:
+        raise DrafterError("the drafter's layers have windows, which training here does not: start a new one")
     if training and (problem := stranger(checkpoint, info, fingerprint)):
         raise DrafterError(f"{problem}: start a new one, or train beside its own target")
     return fitted
@@ -131,6 +139,15 @@ def fit_shape(checkpoint: Checkpoint, name: str, rows: tuple[int, ...], layers: 
             f"0 to {layers - 1}: {remedy}"
         )
     return replace(checkpoint, config=config)
+
+
+def beyond(checkpoint: Checkpoint, info: ModelInfo) -> str | None:
+    """What to tell of contexts that are longer than the drafter's own, or None where none can be."""
+    if isinstance(checkpoint.config, MedusaConfig) or checkpoint.config.decoder.max_length >= info.max_length:
+        return None
+    own = checkpoint.config.decoder
+    then = "fewer of its drafts may be accepted" if own.rope.plain else "it drafts nothing, as its rotations end there"
+    return f"the drafter was made for contexts of {own.max_length} tokens, and {info.name} takes more: beyond, {then}"
 
 
 def stranger(checkpoint: Checkpoint, info: ModelInfo, fingerprint: str | None) -> str | None:
@@ -192,6 +209,8 @@ def arrays_of(folder: Path, checkpoint: Checkpoint, head: bool) -> dict[str, Any
         raise ModelError(
             f"{folder} cannot be written: the layers {list(config.hidden_layers)} are not ascending, as vLLM has them"
         )
+    if isinstance(config, ParallelConfig) and any(config.decoder.windows) and not config.anchored:
+        raise ModelError(f"{folder} cannot be written: speculators' layout has no windows that end at a block's slots")
     wanted = {**tensor_shapes(config), **(head_shapes(config) if head else {})}
     if head:
         wanted |= {name: shape for name, shape in embedding_shape(config).items() if name in tensors}

@@ -2,20 +2,22 @@
 the layouts in which they are published: what config.json says, what the tensors are called there; read and written.
 
 Layers are counted as in ``Batch.hidden_layers``: ``hidden_layers`` are outputs of layers, from 0. Layouts: speculators
-0.9 (eagle3, dspark), EAGLE-3's own flat one, Medusa's (vLLM's names, and the older ones of its authors). A file is
-untrusted: what it says is either understood or refused by name, since a drafter that is misread drafts badly without a
-word.
+0.9 (eagle3, dspark, dflash), EAGLE-3's own flat one, z-lab's DFlash, DSpark as DeepSpec and as SpecForge write it,
+Medusa's (vLLM's names, and the older ones of its authors). A file is untrusted: what it says is either understood or
+refused by name, since a drafter that is misread drafts badly without a word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from outpace.common.arrays import I32
+from outpace.models import rope as ropes
+from outpace.models.rope import Rope
 from outpace.models.weights.facts import Facts
 
 Shape = tuple[int, ...]
@@ -24,7 +26,11 @@ Shapes = Mapping[str, Shape]  # of the file's tensors, by canonical name
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A small Llama decoder's shape (``qk_norm``: a Qwen3 one's, with norms of query and key heads)."""
+    """A small Llama decoder's shape (``qk_norm``: a Qwen3 one's, with norms of query and key heads).
+
+    ``windows``: positions that a token of each layer sees, itself among them, 0 being all (empty: every layer sees
+    all). ``scaling``: how the rotations are stretched, as rope_parameters say it (empty: they are not).
+    """
 
     hidden: int
     layers: int
@@ -36,6 +42,17 @@ class Decoder:
     rope_theta: float
     max_length: int
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def rope(self) -> Rope:
+        """Raises ModelError for a stretch that is not known."""
+        facts = Facts("a drafter's config.json", {**self.scaling, "rope_theta": self.rope_theta})
+        return ropes.from_config(facts, self.head_dim, False, self.max_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +76,14 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """DSpark (arXiv 2607.05147): ``block`` tokens from one forward.
+    """DSpark (arXiv 2607.05147): ``block`` tokens from one forward. Without its heads it is DFlash (arXiv 2602.06036).
 
     ``mask_token``: the target's id that stands where nothing is known. ``markov_rank``: of the low-rank bias that the
     token before gives; 0: none. ``confidence``: whether a head estimates each position's acceptance;
     ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending token's own place
-    predicts as well, so that a block gives ``block`` tokens (otherwise one fewer).
+    predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a window:
+    ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the anchor
+    (otherwise its own window ends at the slot itself).
     """
 
     decoder: Decoder
@@ -77,6 +96,8 @@ class ParallelConfig:
     confidence: bool
     confidence_markov: bool = True
     sample_from_anchor: bool = True
+    causal: bool = True
+    anchored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +204,12 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 SPECULATORS = "0.9.0"  # whose layout is written
-METHODS = {"eagle3": "eagle", "dspark": "parallel"}  # speculators' names, and ours
+METHODS = {"eagle3": "eagle", "dspark": "parallel", "dflash": "parallel"}  # speculators' names, and ours
 NAMES = {EagleConfig: "eagle3", ParallelConfig: "dspark"}
 _EAGLE_LAYERS, _PARALLEL_LAYERS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+_DEEPSPEC, _BLOCKS = "Qwen3DSparkModel", ("DFlashDraftModel", "DSparkDraftModel")
 # What training leaves in a file although the target has it, or it follows from the description.
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
 MAX_VOCAB = 1 << 22
@@ -201,10 +223,15 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
         return speculators(facts, shapes)
     if is_medusa(config):
         return medusa(facts, own, shapes)
+    named = {*facts.listed("architectures")}
+    if named & {_DEEPSPEC, *_BLOCKS}:
+        return "parallel", _deepspec(facts) if _DEEPSPEC in named else _block(facts, "DSparkDraftModel" in named)
     if is_eagle(facts, shapes):
         return flat_eagle(facts, shapes)
-    named = config.get("architectures") or config.get("model_type")
-    raise facts.fail(f"it describes {named!r}: give a drafter in the layout of speculators, EAGLE-3 or Medusa")
+    raise facts.fail(
+        f"it describes {config.get('architectures') or config.get('model_type')!r}: give a drafter in the layout of "
+        "speculators, EAGLE-3, DFlash, DSpark or Medusa"
+    )
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
@@ -259,19 +286,78 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
         decoder = _decoder(layer, model == "qwen3", 1)
         flags = {name: facts.flag(name, False) for name in _FLAGS}
         return "eagle", _eagle(facts, decoder, vocab, draft, _hidden_layers(facts, _EAGLE_LAYERS), flags)
-    if facts.get("markov_head_type", "vanilla") != "vanilla":
-        raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
     hidden_layers = _hidden_layers(facts, _PARALLEL_LAYERS)
     if not hidden_layers:
         raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
-    rank, head = facts.whole("markov_rank", 256, least=0), facts.flag("enable_confidence_head", True)
     decoder = _decoder(layer, True, None)  # its layers are Qwen3's, whatever the model_type
-    block, anchor = facts.whole("block_size", most=1024), facts.flag("sample_from_anchor")
-    mask = facts.whole("mask_token_id", most=vocab - 1, least=0)
-    reads = facts.flag("confidence_head_with_markov", True)
+    block, mask = facts.whole("block_size", most=1024), facts.whole("mask_token_id", most=vocab - 1, least=0)
+    dspark = kind == "dspark"
+    anchor = facts.flag("sample_from_anchor", None if dspark else False)
+    heads = _heads(facts, 256, True, True) if dspark else (0, False, False)
+    windows = any(decoder.windows)
+    causal = not (facts.flag("sliding_window_non_causal", False) and windows)
+    shape = decoder, vocab, draft, hidden_layers, block, mask
+    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows)
+
+
+def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[int, bool, bool]:
+    """DSpark's: the Markov head's rank, whether there is a confidence head, and whether that reads the token before;
+    given: what is meant where nothing is said."""
+    if facts.get("markov_head_type", "vanilla") != "vanilla":
+        raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
+    rank, head = facts.whole("markov_rank", rank, least=0), facts.flag("enable_confidence_head", confidence)
+    reads = facts.flag("confidence_head_with_markov", reads)
     if head and reads and not rank:
         raise facts.fail("confidence_head_with_markov needs a markov_rank above 0")
-    return "parallel", ParallelConfig(decoder, vocab, draft, hidden_layers, block, mask, rank, head, reads, anchor)
+    return rank, head, reads
+
+
+def _deepspec(facts: Facts) -> ParallelConfig:
+    """DSpark as deepseek-ai/DeepSpec writes it: all keys beside a Qwen3's, the pending token's place predicts, too. A
+    DFlash of its has the same layout, without heads."""
+    vocab = facts.whole("vocab_size", most=MAX_VOCAB)
+    mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
+    heads = _heads(facts, 0, False, False)
+    return ParallelConfig(_decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask, *heads)
+
+
+def _block(facts: Facts, dspark: bool) -> ParallelConfig:
+    """DFlash as z-lab writes it, and SpecForge, whose DSpark has its heads' keys in the same place."""
+    nested = facts.part("dflash_config")
+    for key, neutral in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", 0),
+                         ("shift_label", False), ("pure_draft_prefix_len", 0), ("causal_head_type", None)):  # fmt: skip
+        if nested.get(key, neutral) != neutral:
+            raise facts.fail(f"it has dflash_config.{key}: {_REMEDY}")
+    if nested.get("projector_type", "dspark" if dspark else "dflash") != ("dspark" if dspark else "dflash"):
+        raise facts.fail(f"its projector_type is {nested.get('projector_type')!r}: {_REMEDY}")
+    vocab = facts.whole("vocab_size", most=MAX_VOCAB)
+    mask = nested.whole("mask_token_id", most=vocab - 1, least=0)
+    block = (nested if nested.get("block_size") is not None else facts).whole("block_size", most=1024, least=2)
+    decoder = _decoder(facts, True, None)
+    ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
+    trained = nested.get("confidence_head_alpha") or 0
+    heads = _heads(nested, 0, bool(trained), False) if dspark else (0, False, False)
+    causal = facts.get("is_causal") is not False
+    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal)
+
+
+def _outputs(facts: Facts) -> tuple[int, ...]:
+    """``target_layer_ids``, which count layers' outputs from 0, as we do."""
+    ids = facts.get("target_layer_ids")
+    whole = isinstance(ids, list) and ids and all(type(i) is int and i >= -1 for i in ids)
+    if not whole or ids != sorted(set(ids)):
+        raise facts.fail(f"target_layer_ids is {ids!r}: it must be whole numbers from 0, ascending")
+    if ids[0] < 0:
+        raise facts.fail(f"it reads the target's embeddings (layer -1): {_REMEDY}")
+    return tuple(ids)
+
+
+def _spread(facts: Facts, layers: int) -> tuple[int, ...]:
+    """The layers that DFlash reads where its file names none: from the second to the third last, evenly."""
+    count = facts.whole("num_target_layers", most=1 << 16, least=4)
+    if layers == 1:
+        return (count // 2,)
+    return tuple(round(1 + i * (count - 4) / (layers - 1)) for i in range(layers))
 
 
 def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
@@ -364,8 +450,6 @@ def _decoder(facts: Facts, qk_norm: bool, layers: int | None, counted: bool = Tr
             raise facts.fail(f"it has {key}: {_REMEDY}")
     if facts.get("hidden_act", "silu") != "silu":
         raise facts.fail(f"its activation is {facts.get('hidden_act')!r}: silu is read")
-    if "sliding_attention" in facts.listed("layer_types"):
-        raise facts.fail(f"it has sliding windows: {_REMEDY}")
     hidden, heads = facts.whole("hidden_size"), facts.whole("num_attention_heads", most=1 << 16)
     found = facts.whole("num_hidden_layers", 1, most=1024) if counted else 1
     if layers is not None and found != layers:
@@ -374,20 +458,43 @@ def _decoder(facts: Facts, qk_norm: bool, layers: int | None, counted: bool = Tr
     head_dim = facts.whole("head_dim", max(1, hidden // heads), most=1 << 12)
     if heads % kv_heads or head_dim % 2:
         raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
-    return Decoder(
+    theta, scaling = _rotations(facts)
+    decoder = Decoder(
         hidden, found, heads, kv_heads, head_dim, facts.whole("intermediate_size"), facts.number("rms_norm_eps", 1e-6),
-        _rope_theta(facts), facts.whole("max_position_embeddings", 2048), qk_norm,
+        theta, facts.whole("max_position_embeddings", 2048), qk_norm, _windows(facts, found), scaling,
     )  # fmt: skip
+    ropes.from_config(facts.about({**scaling, "rope_theta": theta}), head_dim, False, decoder.max_length)
+    return decoder
 
 
-def _rope_theta(facts: Facts) -> float:
+def _windows(facts: Facts, layers: int) -> tuple[int, ...]:
+    """The window of each layer, 0 where it has none; empty where none has."""
+    kinds = facts.listed("layer_types")
+    if not kinds and facts.get("use_sliding_window") and facts.get("sliding_window"):  # as Qwen3 says it
+        full = facts.whole("max_window_layers", 28, least=0)
+        kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * max(layers - full, 0)
+    if unknown := {*kinds} - {"full_attention", "sliding_attention"}:
+        raise facts.fail(f"its layers have {sorted(unknown)[0]!r}: {_REMEDY}")
+    if "sliding_attention" not in kinds[:layers]:
+        return ()
+    if len(kinds) < layers or facts.get("use_sliding_window") is False:
+        raise facts.fail(f"layer_types names windows, but not of all {layers} layers, or use_sliding_window is false")
+    window = facts.whole("sliding_window", most=1 << 24)
+    return tuple(window * (kind == "sliding_attention") for kind in kinds[:layers])
+
+
+def _rotations(facts: Facts) -> tuple[float, dict[str, Any]]:
+    """rope_theta, and what stretches the rotations. Where kinds of layers differ, windowed ones count."""
     rope = facts.part("rope_parameters" if facts.get("rope_parameters") else "rope_scaling")
+    rope = rope.part("sliding_attention") if rope.get("sliding_attention") else rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise facts.fail(
-            f"its rope is of the kind {kind!r} or turns a part of each head: only whole, unscaled ones are read"
-        )
-    return rope.number("rope_theta", facts.number("rope_theta", 1e4))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("full_attention"):
+        raise facts.fail(f"its rope turns a part of each head, or differs by layer: {_REMEDY}")
+    theta = rope.number("rope_theta", facts.number("rope_theta", 1e4))
+    if kind in ("default", "mrope"):  # without images the parts of a position are all the same
+        return theta, {}
+    told = {key: value for key, value in rope.all.items() if key not in ("rope_theta", "type")}
+    return theta, {**told, "rope_type": kind}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -436,7 +543,7 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
         "block_size": config.block,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.sample_from_anchor,  # absent, speculators takes it for true, vLLM for false
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": not config.causal,
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": config.confidence,
@@ -501,10 +608,19 @@ def _layer(decoder: Decoder, vocab: int, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": decoder.max_length,
         "rms_norm_eps": decoder.eps,
         "rope_theta": decoder.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": decoder.rope_theta},
+        "rope_parameters": {"rope_type": "default", **decoder.scaling, "rope_theta": decoder.rope_theta},
+        **_windowed(decoder),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
+
+
+def _windowed(decoder: Decoder) -> dict[str, Any]:
+    """Keys of a decoder whose layers have windows, which are all of one length."""
+    if not any(decoder.windows):
+        return {}
+    kinds = ["sliding_attention" if window else "full_attention" for window in decoder.windows]
+    return {"layer_types": kinds, "sliding_window": max(decoder.windows), "use_sliding_window": True}

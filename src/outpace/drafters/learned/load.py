@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.common.files import StrPath
 from outpace.drafters.learned import shipped
-from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
+from outpace.drafters.learned.checkpoint import Checkpoint, beyond, fit, read, stranger
 from outpace.drafters.learned.drafter import LearnedDrafter, Network
 from outpace.drafters.learned.layouts import EagleConfig, MedusaConfig
 from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
+from outpace.models.weights.hub import from_hub
 
 if TYPE_CHECKING:
     from outpace.drafters.base import DraftContext
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
+METHODS_OF = {"dflash": "parallel", "dspark": "parallel"}  # names under which others publish our methods
 _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the target is native
     "eagle": {True: "native:NativeEagle", False: "networks.eagle:TorchEagle"},
     "parallel": {True: "native:NativeParallel", False: "networks.parallel:TorchParallel"},
@@ -32,7 +34,8 @@ _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the t
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
-    """``eagle:PATH`` (or the drafter that comes with Outpace), ``parallel:PATH``, ``medusa:PATH``.
+    """``eagle:PATH`` (or the drafter that comes with Outpace), ``parallel:PATH``, ``medusa:PATH``, the names in
+    ``METHODS_OF``; ``drafter:PATH``, whose method its config.json tells. PATH: a folder, or a repository of a hub.
 
     Raises ModelError for what cannot be read, DrafterError for what does not fit ``context.target`` or is out of range.
     """
@@ -41,7 +44,7 @@ def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     if spec.name == "eagle" and path in shipped.NAMES:
         path = str(shipped.located(context.target.info, context.options))
     options = _options(spec, name)
-    checkpoint, notes = _fitting(spec.name, path, context)
+    checkpoint, notes = _fitting(spec, located(path, spec.options.get("revision"), context.options.offline), context)
     network = network_for(checkpoint, context.target, spec.options.get("quantize"), name)
     layers, vocab = layers_of(checkpoint, context.target), context.target.info.vocab_size
     made = LearnedDrafter(network, layers, name, vocab, **options)
@@ -97,12 +100,24 @@ def layers_of(checkpoint: Checkpoint, target: Model) -> Sequence[int]:
     return (target.info.layers - 1,) if isinstance(config, MedusaConfig) else config.hidden_layers
 
 
-def _fitting(method: str, path: StrPath, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
+def located(name: str, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder of a drafter: as it is, or one of a hub, "organisation/name", downloaded where it is not in the cache.
+    Raises ModelError."""
+    path = Path(name).expanduser()
+    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1 or "\\" in name:
+        return path
+    return from_hub(name, revision=revision, allow_pickle=True, offline=offline)  # of which only tensors are read
+
+
+def _fitting(spec: DrafterSpec, path: Path, context: DraftContext) -> tuple[Checkpoint, tuple[str, ...]]:
     """The checkpoint in a folder, as it is used beside the target; what its user should know of it."""
-    name, info = f"{method}:{path}", context.target.info
+    name, info = f"{spec.name}:{spec.argument}", context.target.info
     checkpoint = read(path)
-    if checkpoint.method != method:
-        raise DrafterError(f"{name} is a drafter of method {checkpoint.method}: name it {checkpoint.method}:{path}")
+    method = checkpoint.method
+    if METHODS_OF.get(spec.name, spec.name) not in ("drafter", method):
+        raise DrafterError(f"{name} is a drafter of method {method}: name it {method}:{spec.argument}")
+    if (longer := beyond(checkpoint, info)) is not None:
+        log.warning("%s: %s", name, longer)
     fingerprint = fingerprint_of(info.name, context.options) if checkpoint.target else None
     checkpoint = fit(checkpoint, info, fingerprint)
     difference = stranger(checkpoint, info, fingerprint)

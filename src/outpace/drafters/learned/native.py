@@ -25,7 +25,6 @@ from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.sampling import Chooser
 from outpace.models.native.model import KV_DTYPES, QUANTIZE, NativeModel
 from outpace.models.native.output import describe
-from outpace.models.rope import inverse_frequencies
 
 _native = _fast.native
 _F32_TYPE = 0  # as GGUF counts types
@@ -95,7 +94,7 @@ class Packing:
 
     def layer(self, i: int, decoder: Decoder) -> dict[str, Any]:
         at = f"layers.{i}."
-        layer: dict[str, Any] = {"window": 0, "rope": 0}
+        layer: dict[str, Any] = {"window": decoder.window(i), "rope": 0}
         layer |= {name: self.matrix(self.tensors[f"{at}{tensor}.weight"]) for name, tensor in _MATRICES.items()}
         layer["attn_norm"] = self.vector(at + "input_layernorm.weight")
         layer["ffn_norm"] = self.vector(at + "post_attention_layernorm.weight")
@@ -115,7 +114,8 @@ class Packing:
             "attention_scale": decoder.head_dim**-0.5, "embedding_scale": scale, "activation": "silu",
             "max_length": decoder.max_length,
         }  # fmt: skip
-        ropes = [(inverse_frequencies(decoder.rope_theta, decoder.head_dim), 1.0, 0.0, 1)]
+        rope = decoder.rope
+        ropes = [(rope.frequencies, rope.scale, 0.0, 1)]
         weights = _native.Weights(sizes, layers, embedding, self.head(), self.vector("norm.weight"), ropes)
         runtime, isa = self._target.runtime, self._target.isa
         return _native.Model(weights, runtime, isa, kv_dtype, -1 if limit is None else limit)
@@ -357,6 +357,9 @@ class NativeParallel(BlockNetwork):
         with fitting():
             packing = Packing(target, checkpoint, to)
             layers = [packing.layer(i, shape) for i in range(shape.layers)]
+            for layer in layers:
+                if layer["window"]:
+                    layer |= {"causal": config.causal, "anchored": config.anchored}
             model = packing.model(shape, layers, "float32" if to == "f32" else "bfloat16", None)
             markov = confidence = None
             if config.markov_rank:

@@ -33,6 +33,7 @@ _QUANTISATION = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_[A-Z0-9]+)*|BF16|FP?16|FP?32))(?![A-Za-z0-9_])",
     re.IGNORECASE,
 )
+_PICKLES = ("*.bin", "*.pt")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
@@ -53,8 +54,8 @@ def from_hub(spec: str, *, revision: str | None, allow_pickle: bool, offline: bo
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    weights = ["*.safetensors", "*.bin"] if allow_pickle else ["*.safetensors"]
-    request: dict[str, Any] = {"revision": revision, "allow_patterns": _SMALL_FILES + weights}
+    weights = ["*.safetensors", *_PICKLES] if allow_pickle else ["*.safetensors"]
+    request: dict[str, Any] = {"revision": revision, "allow_patterns": _SMALL_FILES + weights, "endpoint": _endpoint()}
     try:
         cached = Path(snapshot_download(spec, local_files_only=True, **request))
         if offline or _complete(cached, allow_pickle):
@@ -292,5 +293,5 @@ def _complete(folder: Path, allow_pickle: bool) -> bool:
         except (OSError, ValueError, KeyError, AttributeError):
             return False
         return all((folder / name).is_file() for name in files)
-    patterns = ("*.safetensors", "*.bin") if allow_pickle else ("*.safetensors",)
+    patterns = ("*.safetensors", *_PICKLES) if allow_pickle else ("*.safetensors",)
     return (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in patterns)

@@ -48,7 +48,7 @@ class Student(nn.Module):
         self.lm_head = self.embed_tokens if self.tied else nn.Parameter(head, requires_grad=not frozen)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.eps)
-        self.rope = Rope(shape.head_dim, shape.rope_theta)
+        self.rope = Rope(shape)
         initialise(self, torch.Generator().manual_seed(seed))
 
     def take(self, layers: Sequence[Mapping[str, Tensor]], norm: Tensor) -> None:

@@ -80,7 +80,7 @@ class EagleNetwork(nn.Module):
         self.input_norm = Norm(width, shape.eps) if config.norm_before_fc else None
         self.layers = nn.ModuleList([EagleLayer(shape)])
         self.norm = Norm(shape.hidden, shape.eps)
-        self.rope = Rope(shape.head_dim, shape.rope_theta)
+        self.rope = Rope(shape)
 
     @property
     def layer(self) -> EagleLayer:
@@ -148,6 +148,7 @@ class TorchEagle(Network):
         self._network = self._shared.filled(EagleNetwork(config), checkpoint)
         shape = config.decoder
         self.ids, self.max_length, self._device = self._shared.ids, shape.max_length, self._shared.device
+        self._window = shape.window(0)
         (self._ids,) = uploaded(self._device, self.ids)
         self.kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
         self.captures = Captures(self._device) if (self._device.type == "cuda" if graphs is None else graphs) else None
@@ -278,7 +279,15 @@ class TorchEagle(Network):
     def _read(self, slots: Tensor, ends: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, s, 2, kv_heads, d] of rows at ``slots`` [B], bool [B, s]: what each has of lengths
         ``ends`` [B]."""
-        return self.kv.read(slots, longest), torch.arange(longest, device=self._device)[None] < ends[:, None]
+        there = torch.arange(longest, device=self._device)[None] < ends[:, None]
+        return self.kv.read(slots, longest), self._near(there, ends)
+
+    def _near(self, there: Tensor, ends: Tensor) -> Tensor:
+        """Of what is ``there`` [B, s], what a query sees that is the last of ``ends`` [B] entries."""
+        if not self._window:
+            return there
+        at = torch.arange(there.shape[1], device=self._device)
+        return there & (at[None] >= ends[:, None] - self._window)
 
     def _last(self, rows: Sequence[int], q: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normed outputs and next features, both [B, 1, h], of rows' last entries."""
@@ -314,7 +323,8 @@ class TorchEagle(Network):
             if sees is not None:
                 own = torch.cat([torch.gather(sees, 1, parent[..., None].expand(-1, -1, sees.shape[-1])), own], -1)
             sees = own
-            every = torch.cat([there[:, None].expand(-1, m, -1), sees], -1)
+            far = self._near(there, lengths + level + 1)
+            every = torch.cat([far[:, None].expand(-1, m, -1), sees], -1)
             mixed = attend(attention.queries(x, cos, sin), torch.cat(keys, 1), torch.cat(values, 1), every)
             normed, features = self._network.leave(residual, mixed)
         return trees.ranked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,15 +44,20 @@ class Rope(nn.Module):
     Angles are float32 whatever type the weights take: half precision has too few bits for them.
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, shape: Decoder) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        rope = shape.rope
+        self.scale, self.frequencies = rope.scale, torch.from_numpy(rope.frequencies)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        super()._apply(fn, recurse)
+        self.frequencies = self.frequencies.to(fn(self.frequencies).device)
+        return self
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., 1, head_dim / 2] of positions [...], for heads [..., heads, head_dim]."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position.device) / self.head_dim
-        angles = position[..., None, None].float() * self.theta**-exponents
-        return angles.cos(), angles.sin()
+        angles = position[..., None, None].float() * self.frequencies
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -33,11 +33,15 @@ Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_h
 Pick = Callable[[Tensor, int], Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, seen: Tensor) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, seen: Tensor, window: int = 0,
+    causal: bool = False, anchored: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention of A blocks of K slots beside one context.
 
     ``q`` [A, K, heads, d]; ``k``, ``v`` [A, K, kv_heads, d] of the blocks; ``context_k``, ``context_v``
-    [L, kv_heads, d]; ``seen`` int64 [A]: the first so many positions are seen. Returns [A, K, heads * d].
+    [L, kv_heads, d]; ``seen`` int64 [A]: the first so many positions are seen, or of these the last of a ``window``:
+    see ``ParallelConfig``. Returns [A, K, heads * d].
     """
     blocks, slots, heads, d = q.shape
     groups, length = k.shape[2], len(context_k)
@@ -45,8 +49,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
     q = q.view(blocks, slots, groups, heads // groups, d).permute(2, 0, 1, 3, 4) * d**-0.5
     q = q.reshape(groups, blocks, rows, d)
     far = (q.flatten(1, 2) @ context_k.permute(1, 2, 0)).view(groups, blocks, rows, length)
-    hidden = torch.arange(length, device=q.device) >= seen[:, None]
-    scores = torch.cat((far.masked_fill(hidden[None, :, None], -torch.inf), q @ k.permute(2, 0, 3, 1)), -1)
+    at, slot = torch.arange(length, device=q.device), torch.arange(slots, device=q.device)
+    hidden = (at >= seen[:, None])[:, None].expand(-1, slots, -1)  # [A, K, L]
+    near = q @ k.permute(2, 0, 3, 1)
+    if window:
+        last = slot if causal else torch.full_like(slot, slots - 1)  # that each slot sees, and where its window ends
+        ends = seen[:, None] + (torch.full_like(slot, -1) if anchored else last)
+        hidden = hidden | (at <= ends[..., None] - window)
+        unseen = (slot > last[:, None]) | (not anchored) * (slot <= last[:, None] - window)
+        near = near.masked_fill(unseen.repeat_interleave(heads // groups, 0), -torch.inf)
+    far = far.masked_fill(hidden.repeat_interleave(heads // groups, 1), -torch.inf)
+    scores = torch.cat((far, near), -1)
     far, near = scores.softmax(-1).split((length, slots), -1)
     out = (far.flatten(1, 2) @ context_v.transpose(0, 1)).view(groups, blocks, rows, d) + near @ v.permute(2, 0, 1, 3)
     return out.view(groups, blocks, slots, heads // groups, d).permute(1, 2, 0, 3, 4).reshape(blocks, slots, -1)
@@ -90,7 +103,7 @@ class ParallelNetwork(nn.Module):
         self.hidden_norm = Norm(decoder.hidden, decoder.eps)
         self.layers = nn.ModuleList(Layer(decoder) for _ in range(decoder.layers))
         self.norm = Norm(decoder.hidden, decoder.eps)
-        self.rope = Rope(decoder.head_dim, decoder.rope_theta)
+        self.rope = Rope(decoder)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         draw = torch.Generator().manual_seed(seed)
@@ -134,7 +147,10 @@ class ParallelNetwork(nn.Module):
             k, v = (part.unflatten(0, (-1, size)) for part in attention.keys_values(normed, cos, sin))
             q = attention.queries(normed, cos, sin).unflatten(0, (-1, size))
             parts = zip(q.split(counts), k.split(counts), v.split(counts), contexts, seen, strict=True)
-            found = [attend(a, b, c, *context[i], limits) for a, b, c, context, limits in parts]
+            window, causal, anchored = self.config.decoder.window(i), self.config.causal, self.config.anchored
+            found = [
+                attend(a, b, c, *context[i], limits, window, causal, anchored) for a, b, c, context, limits in parts
+            ]
             x = x + attention.o_proj(torch.cat(found).flatten(0, 1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         x = x.unflatten(0, (-1, size))

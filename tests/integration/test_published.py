@@ -1,0 +1,223 @@
+"""Drafters as others publish them: read, they compute what their makers' code computes, on both backends.
+
+``tests/recorded`` has what speculators 0.9.0 wrote and computed; for other layouts their formulas stand here anew
+(z-lab/dflash 44947fb, deepseek-ai/DeepSpec afdfa7c, sgl-project/SpecForge a6b6b02).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace import Engine, SamplingParams
+from outpace.drafters.base import DraftContext
+from outpace.drafters.learned.checkpoint import Checkpoint, fit, read
+from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
+from outpace.drafters.learned.load import network_for
+from outpace.drafters.learned.native import NativeEagle
+from outpace.drafters.registry import build, parse
+from outpace.errors import ModelError
+from outpace.models.native.model import NativeModel
+from outpace.models.options import LoadOptions
+from outpace.models.weights import hub, safetensors
+from tests import eagles, learned
+from tests.fake_hub import FakeHub, serving
+from tests.integration.conftest import Load
+from tests.oracles.networks import rms, rotate
+from tests.toy import ToyTokenizer
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+SMALL = {"vocab": 32, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "inner": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64, "rope_theta": 5000.0, "rope_scaling": None, "num_target_layers": 6,
+}  # fmt: skip
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+HEADS = {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True,
+         "confidence_head_with_markov": True}  # fmt: skip
+Z = {**QWEN3, "architectures": ["DFlashDraftModel"], "block_size": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DFlash, z-lab": {**Z, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}},
+    "DFlash, layers as by default": {**Z, "dflash_config": {"mask_token_id": 3}},
+    "DFlash, windows": {**Z, **WINDOWS, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}},
+    "DSpark, SpecForge": {
+        **Z, **WINDOWS, "architectures": ["DSparkDraftModel"],
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], "projector_type": "dspark", **HEADS,
+                          "attention_mode": "gqa", "confidence_head_alpha": 1.0},
+    },
+    "DSpark, DeepSpec": {
+        **QWEN3, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": 3,
+        "target_layer_ids": [0, 2, 4], "num_anchors": 512, **HEADS,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-both-ways"])
+def test_windowed_blocks_are_those_of_speculators(load: Load, name: str) -> None:
+    seen = {key: np.array(values) for key, values in json.loads((RECORDED / name / "seen.json").read_text()).items()}
+    its = read(RECORDED / name)
+    embedding = seen["embed_tokens.weight"].astype(np.float32)
+    its = Checkpoint(its.method, its.config, {**its.tensors, "embed_tokens.weight": embedding})
+    network: Any = network_for(its, load(6, **SMALL))
+    states = seen["hidden_states"].astype(np.float32)
+    for row, anchor in enumerate(seen["anchors"].tolist()):
+        at = np.arange(anchor, dtype=np.int32)
+        network.feed([row], [at], [states[:anchor]], [at])
+    found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
+    np.testing.assert_allclose(found, seen["logits"], atol=2e-4)
+
+
+def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None:
+    seen = {key: np.array(v) for key, v in json.loads((RECORDED / "eagle-window" / "seen.json").read_text()).items()}
+    its, model = read(RECORDED / "eagle-window"), load(6, **SMALL)
+    assert isinstance(its.config, EagleConfig)
+    assert (its.config.decoder.windows, its.config.decoder.scaling["factor"]) == ((5,), 8.0)
+    network: Any = (
+        NativeEagle(model, its, dtype="float32", kv_dtype="float32")
+        if isinstance(model, NativeModel)
+        else network_for(its, model)
+    )
+    tokens, states = seen["tokens"].astype(np.int32), seen["hidden_states"].astype(np.float32)
+    for i in range(len(tokens)):
+        (found,), _ = network.extend([0], [tokens[i : i + 1]], [states[i : i + 1]])
+        np.testing.assert_allclose(found, seen["logits"][i], atol=2e-4)
+
+
+def blocks(config: dict[str, Any], w: dict[str, Any], states: Any, anchor: int, embedding: Any) -> Any:
+    """Normed states [block, h] behind context ``states`` [n, T, h]: DFlash's decoder, slot by slot."""
+    n, size, d = len(states), config["block_size"], 4
+    windowed = [kind == "sliding_attention" for kind in config.get("layer_types", ["full_attention"] * 2)]
+    context = rms(states.reshape(n, -1) @ w["fc.weight"].T, w["hidden_norm.weight"], 1e-5)
+    mask = config.get("mask_token_id") or config["dflash_config"]["mask_token_id"]
+    x = embedding[[anchor] + [mask] * (size - 1)]
+    at = np.arange(n + size)
+    for i in range(2):
+        layer = {name.removeprefix(f"layers.{i}."): values for name, values in w.items()}
+        normed = rms(x, layer["input_layernorm.weight"], 1e-5)
+        every = np.concatenate([context, normed])
+        q, k, v = (
+            (source @ layer[f"self_attn.{name}_proj.weight"].T).reshape(len(source), -1, d)
+            for name, source in (("q", normed), ("k", every), ("v", every))
+        )
+        q, k = rms(q, layer["self_attn.q_norm.weight"], 1e-5), rms(k, layer["self_attn.k_norm.weight"], 1e-5)
+        q, k = rotate(q, at[n:], 5000.0), rotate(k, at, 5000.0)
+        scores = np.einsum("ihd,jd->hij", q, k[:, 0]) / np.sqrt(d)
+        if windowed[i]:  # as SpecForge trains it: causal, and its own place is one of the window's
+            ahead = at[n:, None] - at[None]
+            scores = np.where((ahead >= 0) & (ahead < config["sliding_window"]), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hij,jd->ihd", weights / weights.sum(-1, keepdims=True), v[:, 0]).reshape(size, -1)
+        x = x + mixed @ layer["self_attn.o_proj.weight"].T
+        inner = rms(x, layer["post_attention_layernorm.weight"], 1e-5)
+        gate, up = (inner @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+    return rms(x, w["norm.weight"], 1e-5)
+
+
+def host(values: Any) -> Any:
+    return np.asarray(values.detach() if isinstance(values, torch.Tensor) else values, np.float64)
+
+
+def put(folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, dict[str, Any]]:
+    """A random checkpoint of the layout ``config``, with its own head and embedding where that layout has them."""
+    own, heads = "mask_token_id" in config, "DFlashDraftModel" not in config["architectures"]
+    count = len(config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids", [1, 3])))
+    rank = HEADS["markov_rank"] if heads else 0
+    decoder = learned.parallel().decoder
+    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads)
+    tensors = learned.random_tensors(shape, seed, head=own, embedding=own)
+    tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.write(folder / "model.safetensors", tensors)
+    return folder, {name: values.astype(np.float64) for name, values in tensors.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
+    config, model = LAYOUTS[layout], load(6, **SMALL)
+    folder, w = put(tmp_path / "it", config)
+    rng = np.random.default_rng(2)
+    its = fit(read(folder), model.info, None)
+    assert isinstance(its.config, ParallelConfig)
+    assert its.config.sample_from_anchor == (layout == "DSpark, DeepSpec")
+    network: Any = network_for(its, model)
+    embedding = w.get("embed_tokens.weight", host(model.parts.embed(np.arange(32, dtype=np.int32))))
+    n, anchor, layers = 12, 7, len(its.config.hidden_layers)
+    states = rng.normal(size=(n, layers, 8)).astype(np.float32)
+    at = np.arange(n, dtype=np.int32)
+    network.feed([0], [at], [states], [at])
+    hidden = blocks(config, w, states.astype(np.float64), anchor, embedding)
+    hidden = hidden if its.config.sample_from_anchor else hidden[1:]
+    head = w.get("lm_head.weight")
+    wanted = hidden @ (host(eagles._rows(model, np.arange(32, dtype=np.int32))) if head is None else head).T
+    np.testing.assert_allclose(network.block([0], [anchor], [n])[0], wanted, atol=3e-4 * np.abs(wanted).max())
+    if "markov_head.markov_w1.weight" in w:
+        bias = w["markov_head.markov_w1.weight"][[anchor]] @ w["markov_head.markov_w2.weight"].T
+        np.testing.assert_allclose(network.bias([anchor]), bias, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "says"),
+    [
+        ("DFlash, z-lab", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+        ("DFlash, z-lab", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("DFlash, z-lab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ("DSpark, DeepSpec", {"target_layer_ids": [-1, 2, 4]}, "embeddings"),
+        ("DSpark, DeepSpec", {"markov_head_type": "gated"}, "only 'vanilla' is read"),
+        ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
+        ("DFlash, z-lab", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+    ],
+)
+def test_what_would_be_misread_is_refused(tmp_path: Path, layout: str, changes: dict[str, Any], says: str) -> None:
+    folder, _ = put(tmp_path / "it", LAYOUTS[layout])
+    (folder / "config.json").write_text(json.dumps({**LAYOUTS[layout], **changes}))
+    with pytest.raises(ModelError) as caught:
+        read(folder)
+    assert says in str(caught.value)
+
+
+def test_one_from_a_hub_in_a_pickle(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloaded by its name, converted, and plain tokens are said; what a pickle would run is refused."""
+    folder, _ = put(tmp_path / "it", LAYOUTS["DFlash, z-lab"])
+    stored = safetensors.read(folder / "model.safetensors")
+    tensors = {name: torch.from_numpy(np.array(safetensors.plain(each, name))).half() for name, each in stored.items()}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    torch.save({"fc.weight": Path("x")}, tmp_path / "evil.bin")
+    its = FakeHub()
+    for repo, file in (("lab/Tiny-DFlash", "pytorch_model.bin"), ("lab/Evil", "evil.bin")):
+        content = (tmp_path / file).read_bytes()
+        its.files[repo] = {"config.json": (folder / "config.json").read_bytes(), "pytorch_model.bin": content}
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    params = SamplingParams(max_tokens=24, temperature=0.9, seed=1)
+    with serving(its.answer) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        said = []
+        for name in ("none", "drafter:lab/Tiny-DFlash", "dflash:lab/Tiny-DFlash,size=3"):
+            model = load(6, **SMALL)
+            drafter = build(parse(name), DraftContext(model, None, LoadOptions(), 8))
+            with Engine(model, ToyTokenizer(), drafter=drafter, size=3) as engine:
+                said.append(list(engine.generate([1, 2, 3, 4, 5], params).token_ids))
+                assert name == "none" or engine.stats.drafted > 0
+        assert said[0] == said[1] == said[2]
+        with pytest.raises(ModelError, match="more than tensors"):
+            read(hub.from_hub("lab/Evil", revision=None, allow_pickle=True, offline=False))
