@@ -25,6 +25,7 @@ from outpace.common.installing import install
 from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
+from outpace.text.expressed import expressed, without_look_around
 from outpace.text.schemas import closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
@@ -220,7 +221,8 @@ class Grammar:
     """A ``GrammarRule``; ``Grammars`` makes it. One serves any number of requests, in several threads.
 
     ``matcher``: a fresh ``llguidance.LLMatcher``; ``spell``: tokens of forced bytes, or of the first of them;
-    ``special``: the grammar asks for special tokens, and a matcher that was asked for forced bytes forbids those.
+    ``special``: the grammar asks for special tokens, and a matcher that was asked for forced bytes forbids those;
+    ``left_out``: what of a schema is not enforced.
     """
 
     def __init__(
@@ -231,8 +233,9 @@ class Grammar:
         spell: Callable[[bytes], Sequence[int]],
         *,
         special: bool = False,
+        left_out: tuple[str, ...] = (),
     ) -> None:
-        self._special = special
+        self._special, self.left_out = special, left_out
         self._matcher, self._words, self._spell = matcher, words(vocab_size), spell
         self._lock = threading.Lock()
         self._eos = tuple(eos_ids)
@@ -330,17 +333,20 @@ class Grammars:
     ``whitespace``: JSON stands on one line as Python's ``json.dumps`` writes it, so that a model cannot go on with
     white space, and more of the text must follow; True allows any.
     ``close``: objects of schemas have only the properties that are named, where a schema does not say otherwise
-    (``additionalProperties``).
+    (``additionalProperties``). ``loose``: what no grammar can express of a schema (``uniqueItems``, say) is left out,
+    and the rule's ``left_out`` names it.
 
     Raises GrammarError with the reason, MissingExtraError without ``llguidance``, and ModelError for a tokenizer whose
     tokens stand for no bytes of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, close: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, close: bool = False, loose: bool = False
+    ) -> None:
         self._eos = tuple(dict.fromkeys(int(token) for token in eos_ids if 0 <= token < vocab_size))
         if not self._eos:
             raise GrammarError("this model has no token that ends an answer, so no grammar could end: name its eos_ids")
-        self._tokenizer, self._vocab_size, self._close = tokenizer, vocab_size, close
+        self._tokenizer, self._vocab_size, self._close, self._loose = tokenizer, vocab_size, close, loose
         self._native = _llguidance()
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._read: Vocabulary | None = None
@@ -383,8 +389,9 @@ class Grammars:
         part: Source | None = None,
     ) -> Grammar:
         what, gap = _WHAT[source[0]], "json" in (source[0], part and part[0])
-        answer = self._native_grammar(source, whitespace)
-        parts = [] if part is None else [{"name": "part", **self._native_grammar(part, whitespace)}]
+        left_out: list[str] = []
+        answer = self._native_grammar(source, whitespace, left_out)
+        parts = [] if part is None else [{"name": "part", **self._native_grammar(part, whitespace, left_out)}]
         vocabulary = self._vocabulary()
         start = "start: @answer\n" if after is None else _switch(vocabulary, after, gap)
         grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}, *parts]
@@ -410,19 +417,27 @@ class Grammars:
         matcher = _deeply(made_of)
         for warning in matcher.get_grammar_warnings():
             log.warning("%s: %s", what, warning)
-        made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell, special="<[" in text)
+            left_out += _of_warning(warning)
+        made = Grammar(
+            matcher, self._vocab_size, self._eos, vocabulary.spell, special="<[" in text,
+            left_out=tuple(dict.fromkeys(left_out)),
+        )  # fmt: skip
         with self._lock:
             made = self._kept.setdefault((text, items), made)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
 
-    def _native_grammar(self, source: Source, whitespace: bool) -> dict[str, Any]:
+    def _native_grammar(self, source: Source, whitespace: bool, left_out: list[str]) -> dict[str, Any]:
         """As llguidance takes it. Raises GrammarError for what cannot be one."""
         kind, text = source
         what = _WHAT[kind]
         if kind == "json":
-            return {"json_schema": _schema(what, text, whitespace, self._close)}
+            schema = _schema(what, text, whitespace, self._close)
+            if self._loose:
+                schema = without_look_around(schema, left_out)
+                schema["x-guidance"] = {"lenient": True, **schema["x-guidance"]}
+            return {"json_schema": schema}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
         if is_ebnf(_checked(what, text)):
@@ -440,6 +455,15 @@ class Grammars:
             if self._read is None:
                 self._read = Vocabulary(self._native, self._tokenizer, self._vocab_size, self._eos)
             return self._read
+
+
+def _of_warning(warning: str) -> list[str]:
+    """The keywords that llguidance says it left out."""
+    if warning.startswith("Unimplemented keys"):
+        return re.findall(r'"([^"]+)"', warning)
+    if found := re.match(r"Unknown format: (.*)", warning):
+        return [f"format {found[1]}"]
+    return ["oneOf (any of them fits)"] if warning.startswith("oneOf") else [warning]
 
 
 def _deeply(function: Callable[[], Any]) -> Any:
@@ -503,6 +527,7 @@ def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, 
     try:
         _checked(what, json.dumps(value))
         _check_properties(value)
+        value = dict(expressed(value))
         return closed(value) if close else value
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, GrammarError):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Body, Items
 from outpace.text.grammar import LIMITS, After, Grammars, Source
+from outpace.text.grammar import Grammar as Compiled
 
 _CHOICES = Field(default=None, min_length=1, max_length=1024)
 
@@ -98,6 +100,12 @@ def rules(found: tuple[Source, str] | None, model: Served, after: After) -> list
         return [compiled(source, model.grammars, after)]
     except GrammarError as error:
         raise APIError(400, str(error), param=name) from error
+
+
+def left_out(rules: Sequence[Any]) -> list[str]:
+    """What the answer says of schemas whose keywords no grammar can all express."""
+    found = [word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out]
+    return [f"not enforced of the JSON schema: {', '.join(found)}"] if found else []
 
 
 def compiled(source: Source, grammars: Grammars, after: After = None) -> LogitRule:
