@@ -43,7 +43,7 @@ def test_nginx_takes_the_server(tmp_path: Path) -> None:
     (text,) = blocks(PAGE, "nginx")
     plain = "\n".join(line for line in text.splitlines() if "ssl_" not in line).replace("443 ssl", "8443")
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    folders = "\n".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    folders = "access_log off;\n" + "\n".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
     file = tmp_path / "nginx.conf"
     file.write_text(f"pid {tmp_path}/pid;\nevents {{}}\nhttp {{\n{folders}\n{plain}\n}}\n", encoding="utf-8")
     checked("nginx", "-t", "-c", file, "-g", f"error_log {tmp_path}/log;")
