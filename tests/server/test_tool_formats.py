@@ -9,17 +9,22 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.models.load import resolve
+from outpace.models.weights.gguf import GGUFFile
 from outpace.server.conversation.binding import tool_grammar
-from outpace.server.conversation.formats import Format, format_of, parser_for
+from outpace.server.conversation.formats import Format, format_of, parser_for, thoughts_end
 from outpace.server.conversation.messages import Message, conversation
 from outpace.server.conversation.pieces import Call
 from outpace.server.conversation.spelling import HARMONY
 from outpace.server.conversation.tools import Tool, checked
 from outpace.text.chat_template import ChatTemplate
+from outpace.text.grammar import Grammar, Grammars
+from outpace.text.tokenizer import Tokenizer
 from tests.server.formats import Read, read
 from tests.server.published import GPT_OSS, LFM2, PUBLISHED
 
@@ -252,6 +257,32 @@ def test_gpt_oss_answers_in_channels() -> None:
     )  # fmt: skip
     assert [m["content"] for m in sent.messages] == ["Well?", "", "one", "", "two"]
     assert sent.tools
+
+
+def test_grammars_of_channels_begin_after_the_analysis() -> None:
+    """JSON in the channel ``final``, or a call; not before, and in no other channel."""
+    tokenizer = Tokenizer.from_gguf(GGUFFile.open(resolve("demo").path))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+    def allowed(grammar: Grammar, text: str) -> bool:
+        state = grammar.start(np.array([1], np.int32))
+        for token in tokenizer.encode(text, add_special=False).tolist():
+            if not grammar.allows(state, token):
+                return False
+            state = grammar.advance(state, token)
+        return grammar.allows(state, tokenizer.eos_ids[0])
+
+    thought = "<|channel|>analysis<|message|>Hm. <b>\n<|end|><|start|>assistant"
+    final, call = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.bash <|constrain|>json<|message|>"
+    made = grammars.json_object(after=thoughts_end(GPT_OSS, ""))
+    assert allowed(made, f"{thought}{final}{{}}")
+    assert not any(allowed(made, text) for text in (f"{thought}{{}}", "{}", f"{thought}{final}x", f"{final}{{}}"))
+    lark = tool_grammar(HARMONY, TOOLS, "required", literal=grammars.literal)
+    assert lark is not None
+    calls = grammars.lark(lark, after=thoughts_end(GPT_OSS, "", calls=True))
+    arguments = json.dumps({"command": "ls"})
+    assert allowed(calls, thought + call + arguments)
+    assert not any(allowed(calls, text) for text in (call + arguments, thought + call + "{}", f"{thought}{final}x"))
 
 
 def test_mistral_is_read_as_mistral_writes_it() -> None:
