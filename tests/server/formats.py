@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from outpace.server.conversation.pieces import Call, Joined, OutputParser, Segmenter
 
@@ -57,7 +58,7 @@ QWEN3 = """{% if tools %}<|im_start|>system
 {% if message.role == "tool" %}<tool_response>
 {% endif %}{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
 {{- message.content }}{% if message.role == "tool" %}
-</tool_response>{% endif %}{% for call in message.tool_calls or [] %}
+</tool_response>{% endif %}{% for call in message.tool_calls or [] %}{{ "" }}
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {% if call.function.arguments is string %}
 {{- call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}
@@ -88,7 +89,7 @@ HERMES_TOOLS = """{{ bos_token }}<tools>{% for tool in tools or [] %}{% set tool
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.role == "tool" %}<tool_response>
 {{ {"name": message.name, "content": message.content} | tojson }}
-</tool_response>{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}
+</tool_response>{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}{{ "" }}
 <tool_call>
 {"arguments": {{ call.function.arguments | tojson }}, "name": "{{ call.function.name }}"}
 </tool_call>{% endfor %}{% endif %}<|im_end|>
@@ -109,7 +110,7 @@ SMOLLM2 = HERMES.replace("{% for", "{# SmolLM #}{% for", 1)
 
 CODER = "{% if tools %}<tool_call><function=f><parameter=p>{% endif %}<|im_start|>"
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -125,7 +126,7 @@ WEATHER = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
-NAMES = frozenset({"get_weather", "now"})
+NAMES: dict[str, Any] = {"get_weather": WEATHER["function"]["parameters"], "now": {}}
 
 TEMPLATES = {"llama3": LLAMA3, "qwen3": QWEN3, "gemma3": GEMMA3, "smollm2": SMOLLM2}
 

@@ -179,7 +179,7 @@ import anthropic
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
-asked = {"model": "demo", "max_tokens": 60, "extra_body": {"seed": 1}, "messages": ASK}
+asked = {"model": "demo", "max_tokens": 60, "extra_body": {"seed": 1, "return_progress": True}, "messages": ASK}
 tools = [{"name": "paint", "input_schema": SCHEMA}]
 called = client.messages.create(**asked, tools=tools, tool_choice={"type": "any"})
 found = [called.stop_reason, called.content[0].name, called.content[0].input]

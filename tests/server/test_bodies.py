@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import socket
+import time
 from collections import Counter
 from contextvars import copy_context
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,3 +187,36 @@ def test_a_thread_is_its_keys_until_the_work_has_ended() -> None:
         workers.close()
 
     copy_context().run(asyncio.run, scenario())
+
+
+def test_a_body_that_does_not_move_loses_its_place(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits alone has its time; beside another it has until the next look."""
+    monkeypatch.setattr(route, "MOVES", 0.2)
+    monkeypatch.setattr(demo.service, "large", Shares(1, 1))
+    half = b'{"prompt": "' + b"a" * (route.SMALL + 9)
+    with socket.create_connection(demo.server.address, timeout=30) as slow:
+        head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        slow.sendall(f"{head}content-length: {len(half) + 2}\r\n\r\n".encode() + half)
+        slow.settimeout(1)
+        with pytest.raises(TimeoutError):
+            slow.recv(1)
+        slow.settimeout(30)
+        began = time.perf_counter()
+        assert demo.post("/tokenize", {"prompt": "b" * (route.SMALL + 9)}).status_code == 200
+        assert time.perf_counter() - began < 20  # of the 60 that a body has
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_bodies_may_be_gzipped(demo: Running) -> None:
+    def sent(body: bytes, encoding: str = "gzip") -> httpx.Response:
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        return demo.http.post("/tokenize", content=body, headers=headers)
+
+    body = json.dumps({"prompt": "Paint it."}).encode()
+    whole = demo.post("/tokenize", {"prompt": "Paint it."}).json()
+    assert sent(gzip.compress(body)).json() == sent(body, "identity").json() == whole
+    bomb = gzip.compress(b" " * (demo.service.settings.max_body + 1))
+    for refused, status in ((bomb, 413), (gzip.compress(body)[:-9], 400), (body, 400)):
+        assert sent(refused).status_code == status
+    assert "gzip" in sent(body, "br").json()["error"]["message"]
+    demo.at_rest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -73,6 +73,19 @@ def test_who_asks_is_served_beside_any_number_who_do_not(few: Running) -> None:
     few.at_rest()
 
 
+def test_a_burst_is_answered_or_told_that_there_are_too_many(few: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connect before any asks, so that later ones take the places of earlier ones."""
+    monkeypatch.setattr(few.server.connections, "header_timeout", 60)
+    with ExitStack() as stack:
+        burst = [stack.enter_context(connect(few, f"127.0.0.{1 + i % 3}")) for i in range(60)]
+        found = []
+        for connection in burst:
+            with suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            found.append(connection.recv(12))
+    assert set(found) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+
+
 def test_a_body_in_crumbs_is_cut_off(few: Running) -> None:
     with connect(few) as connection:
         connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
@@ -99,5 +112,6 @@ def test_failures_to_accept_are_logged_once_and_make_room(few: Running, caplog: 
         assert httpx.get(f"{few.url}/health").status_code == 200  # it was accepted before this
         for _ in range(1000):
             few.loop.call_soon_threadsafe(handle, few.loop, {"message": "socket.accept() out of system resource"})
+        assert silent.recv(4096).startswith(b"HTTP/1.1 503 ")
         assert silent.recv(1) == b""
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1

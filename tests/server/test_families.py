@@ -11,10 +11,16 @@ import pytest
 
 from outpace.server.conversation.formats import parser_for
 from outpace.text.chat_template import ChatTemplates
-from tests.server import formats
+from tests.server import formats, published
 from tests.server.serving import Running
 
-FAMILIES = {**formats.TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS}
+MARKED = "<jupyter_code>{{ f.name }}<jupyter_text>" + "{{ f.arguments | tojson }}<jupyter_output>"  # control tokens
+FAMILIES = {
+    **formats.TEMPLATES, "hermes": formats.HERMES, "hermes with tools": formats.HERMES_TOOLS,
+    "control tokens": published.template("<file_sep>" + published.each(MARKED) + "<empty_output>"),
+    "tags": published.PUBLISHED["qwen3-coder"].replace("</think>", ""),
+    "braces": published.PUBLISHED["gemma-4"].replace("<channel|>", ""),
+}  # fmt: skip
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -137,6 +143,6 @@ def test_a_model_of_no_known_family_takes_no_tools(demo: Running, monkeypatch: p
 def test_hermes_calls_are_read_in_its_own_order() -> None:
     text = '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "weather"}\n</tool_call>'
     for template in (formats.HERMES, formats.HERMES_TOOLS):
-        parser = parser_for(template, tools=True, reasoning=True, tool_id=str, names={"weather"})
+        parser = parser_for(template, tools=True, reasoning=True, tool_id=str, schemas={"weather": {}})
         (call,) = formats.read(parser, text).calls
         assert (call.name, call.arguments) == ("weather", '{"city": "Rome"}')

@@ -61,12 +61,23 @@ def test_streams_end_with_what_the_answer_cost(demo: Running) -> None:
     assert (whole["stop_type"], whole["stopping_word"]) == ("word", " people")
 
 
-@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
-def test_streams_say_how_much_of_the_prompt_was_read(demo: Running, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "field", "limit", "begins"),  # begins: events before those of progress
+    [
+        ("/completion", "prompt", "n_predict", 0),
+        ("/v1/completions", "prompt", "max_tokens", 0),
+        ("/v1/chat/completions", "messages", "max_tokens", 0),
+        ("/v1/messages", "messages", "max_tokens", 1),
+        ("/v1/responses", "input", "max_output_tokens", 2),
+    ],
+)
+def test_streams_say_how_much_of_the_prompt_was_read(
+    demo: Running, path: str, field: str, limit: str, begins: int
+) -> None:
     """While a prompt is read, and once it was; other events are those of a stream that says nothing of it."""
     text = path + " word" * 1200
-    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    body = {**prompt, "max_tokens" if "v1" in path else "n_predict": 3, "seed": 1, "stream": True}
+    prompt = [{"role": "user", "content": text}] if field == "messages" else text
+    body = {field: prompt, limit: 3, "seed": 1, "stream": True}
     found: list[Any] = []
     with demo.held() as reached, demo.http.stream("POST", path, json={**body, "return_progress": True}) as response:
         lines = response.iter_lines()
@@ -80,7 +91,7 @@ def test_streams_say_how_much_of_the_prompt_was_read(demo: Running, path: str) -
     demo.at_rest()
     events = [event.get("prompt_progress") for event in demo.events(path, {**body, "return_progress": True})]
     shown = [event for event in events if event]
-    assert shown == events[: len(shown)]
+    assert shown == events[begins : begins + len(shown)]
     assert shown[-1]["processed"] == shown[-1]["total"]
     assert not any(event.get("prompt_progress") for event in demo.events(path, body))
     demo.at_rest()

@@ -156,11 +156,13 @@ def test_a_stream_is_the_answer_and_both_are_the_chats(demo: Running, more: dict
 def test_the_clients_own_helpers_read_it(demo: Running) -> None:
     """Its stream puts events together itself; a call's output goes back with the items it came with."""
     tool: Any = TOOL
-    asked: Any = {"model": "demo", "tools": [tool], "max_output_tokens": 40, "extra_body": {"seed": 1}}
+    own = {"seed": 1, "return_progress": True}
+    asked: Any = {"model": "demo", "tools": [tool], "max_output_tokens": 40, "extra_body": own}
     with demo.client().responses.stream(input=INPUT, tool_choice="required", **asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert "response.function_call_arguments.delta" in kinds
+    assert kinds.count("response.in_progress") > 1  # its own, and one with the progress
     call: Any = final.output[0]
     assert list(call.parsed_arguments) == ["city"]
     back: list[Any] = [{"role": "user", "content": INPUT}, *(item.to_dict() for item in final.output)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from outpace import Engine
 from tests.server.serving import Running, serving
@@ -94,3 +97,118 @@ def test_answers_invent_no_keys(demo: Running) -> None:
         answer = demo.answer("/api/chat", asked)
         if answer["done_reason"] == "stop":
             assert json.loads(answer["message"]["content"]).keys() <= {"name", "age"}
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Part(BaseModel):
+    parts: list[Part] = []
+
+
+# As pydantic writes decimals from 2.12 on.
+Price = Annotated[
+    Decimal,
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}),
+]
+
+
+class Order(BaseModel):
+    """What people's models hold: sets, decimals, dates, enums as keys, unions, recursion."""
+
+    tags: set[Literal["a", "b"]]
+    price: Price
+    day: date
+    stock: dict[Colour, int]
+    owner: Person | int
+    part: Part
+
+
+# What msgspec 0.22 says of a struct with a list of a tagged union, a dict with a pattern of its keys, and a date.
+MSGSPEC: dict[str, Any] = {
+    "$ref": "#/$defs/Drawing",
+    "$defs": {
+        "Drawing": {
+            "title": "Drawing",
+            "type": "object",
+            "properties": {
+                "shapes": {
+                    "type": "array",
+                    "items": {
+                        "anyOf": [{"$ref": "#/$defs/Circle"}, {"$ref": "#/$defs/Square"}],
+                        "discriminator": {
+                            "propertyName": "type",
+                            "mapping": {"circle": "#/$defs/Circle", "square": "#/$defs/Square"},
+                        },
+                    },
+                },
+                "names": {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[a-z]+$"},
+                    "additionalProperties": {"type": "integer"},
+                },
+                "day": {"type": "string", "format": "date"},
+            },
+            "required": ["shapes", "names", "day"],
+        },
+        "Circle": {
+            "title": "Circle",
+            "type": "object",
+            "properties": {"type": {"enum": ["circle"]}, "radius": {"type": "number", "exclusiveMinimum": 0}},
+            "required": ["type", "radius"],
+        },
+        "Square": {
+            "title": "Square",
+            "type": "object",
+            "properties": {"type": {"enum": ["square"]}, "side": {"type": "integer"}},
+            "required": ["type", "side"],
+        },
+    },
+}
+# As zod 4's z.toJSONSchema writes z.file(), z.tuple(), z.union(), z.record() and z.never().
+ZOD: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "pair": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}]},
+        "kind": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "string", "format": "email"}]},
+        "rest": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}},
+        "never": {"not": {}},
+    },
+    "required": ["file", "pair", "kind", "rest"],
+    "additionalProperties": False,
+}
+ORDER = (
+    '{"tags": ["a"], "price": "1.50", "day": "2026-11-28", "stock": {"red": 1}, "owner": {"name": "A"}, '
+    '"part": {"parts"'
+)
+DRAWING = '{"shapes": [{"type": "circle", "radius": 1.5}], "names": {"ab": 1}, "day": "2026-11-28"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused", "said"),
+    [
+        (Order.model_json_schema(), ORDER, ORDER.replace("red", "green"), ["uniqueItems", "look-around"]),
+        (Order.model_json_schema(), ORDER, ORDER.replace("1.50", "x"), ["uniqueItems", "look-around"]),
+        (Order.model_json_schema(), ORDER, ORDER.replace("11-28", "13-28"), ["uniqueItems", "look-around"]),
+        (MSGSPEC, DRAWING, DRAWING.replace("circle", "cube"), []),
+        (MSGSPEC, DRAWING, DRAWING.replace("ab", "A1"), []),
+        (
+            ZOD, '{"file": "x", "pair": ["a", 1], "kind": "k", "rest": {"x": true}', '{"file": "x", "pair": [1',
+            ["format binary", "oneOf", "not"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_enforced_of_a_schema_is_said(
+    demo: Running, schema: dict[str, Any], allowed: str, refused: str, said: list[str]
+) -> None:
+    body = of_schema(schema)
+    assert may_say(demo, "/v1/completions", body, allowed)
+    assert not may_say(demo, "/v1/completions", body, refused)
+    notes = demo.answer("/v1/completions", {**body, "max_tokens": 1})["usage"]["speculation"]["notes"]
+    note = next((note for note in notes if "JSON schema" in note), "")
+    assert bool(note) == bool(said)
+    assert all(word in note for word in said)

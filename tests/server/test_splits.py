@@ -135,7 +135,7 @@ def streamed(answer: Answer, tokens: list[int], sizes: list[int], demo: Tokenize
     chooser = Chooser.start(params, Noise(0), (), prompt)
     sequence = Sequence(request, 0, chooser, reader, eos_ids=demo.eos_ids)
     template = TEMPLATES[answer.kind] if answer.kind else None
-    parser = parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, names=NAMES)
+    parser = parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, schemas=NAMES)
     texts, at = list[str](), 0
     for size in sizes:
         extension = sequence.extended(tokens[at : at + size])
@@ -150,7 +150,7 @@ def streamed(answer: Answer, tokens: list[int], sizes: list[int], demo: Tokenize
     assert "".join(texts) == result.text
     joined = read(parser, texts)
     assert joined == read(
-        parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, names=NAMES), [result.text]
+        parser_for(template, tools=True, reasoning=True, tool_id="c{}".format, schemas=NAMES), [result.text]
     )
     return joined, result.text, result.token_ids, result.finish_reason, result.stopped_by
 

@@ -12,31 +12,37 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import ParameterError
-from outpace.server.conversation.formats import Kind, format_of, parser_for, thoughts_end, thoughts_opened
+from outpace.server.conversation.binding import tool_grammar
+from outpace.server.conversation.formats import format_of, parser_for, thoughts_end, thoughts_opened
 from outpace.server.conversation.messages import Message, conversation
 from outpace.server.conversation.pieces import Call, Incremental, OutputParser, Plain
+from outpace.server.conversation.spelling import GEMMA3, HERMES, LLAMA3, SMOLLM2, Spelling
 from outpace.server.conversation.tools import (
     NamedFunction,
     NamedTool,
     Tool,
     ToolChoice,
-    calls_text,
     checked,
-    names_of,
-    tool_grammar,
+    schemas_of,
 )
 from outpace.text.chat_template import ChatTemplate
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER, Read, read
 
-KINDS: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3", "smollm2")
-ABC: tuple[Kind, ...] = ("llama3", "qwen3", "gemma3")  # whose parsers differ
+KINDS = ("llama3", "qwen3", "gemma3", "smollm2")
+ABC = ("llama3", "qwen3", "gemma3")  # whose parsers differ
 BOS = {"bos_token": "<s>"}
 
 
-def make(kind: str, *, names: frozenset[str] | None = NAMES, prompt: str = "", reasoning: bool = False) -> OutputParser:
+def make(kind: str, *, names: dict[str, Any] | None = NAMES, prompt: str = "", reasoning: bool = False) -> OutputParser:
     template = TEMPLATES[kind]
-    return parser_for(template, tools=True, reasoning=reasoning, tool_id="c{}".format, prompt=prompt, names=names)
+    return parser_for(template, tools=True, reasoning=reasoning, tool_id="c{}".format, prompt=prompt, schemas=names)
+
+
+def calls_of(kind: str) -> Spelling:
+    found = format_of(TEMPLATES[kind]).calls
+    assert found is not None
+    return found
 
 
 def cut(text: str, at: list[int]) -> list[str]:
@@ -211,9 +217,9 @@ keywords = st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), v
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(KINDS), st.lists(keywords, min_size=1, max_size=3), st.integers(1, 9))
-def test_calls_come_back_as_they_were_written(kind: Kind, arguments: list[dict[str, Any]], step: int) -> None:
+def test_calls_come_back_as_they_were_written(kind: str, arguments: list[dict[str, Any]], step: int) -> None:
     calls = [{"function": {"name": "now", "arguments": its}} for its in arguments]
-    texts = [calls_text(kind, calls)]
+    texts = [calls_of(kind).write(calls)]
     if kind == "gemma3":
         texts.append("[" + ", ".join(f"now({', '.join(f'{k}={v!r}' for k, v in a.items())})" for a in arguments) + "]")
     for text in texts:
@@ -268,16 +274,18 @@ HELLO = messages({"role": "user", "content": "hi"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_formats_are_known_by_their_templates(kind: Kind) -> None:
+def test_formats_are_known_by_their_templates(kind: str) -> None:
     found = format_of(TEMPLATES[kind])
-    assert (found.kind, found.takes_tools) == (kind, kind in ("llama3", "qwen3"))
+    known = {"llama3": LLAMA3, "qwen3": HERMES, "gemma3": GEMMA3, "smollm2": SMOLLM2}
+    assert found.calls == known[kind]
+    assert (found.takes_tools, found.writes_calls) == (kind in ("llama3", "qwen3"),) * 2
     assert (found.thinks, found.may_think) == ((kind == "qwen3"),) * 2
 
 
 def test_other_templates() -> None:
-    assert format_of(formats.HERMES).kind == "qwen3"
+    assert format_of(formats.HERMES).calls == format_of(formats.HERMES_TOOLS).calls == HERMES
     for template in (None, "{{ messages }}", formats.CODER, "{% broken"):
-        assert format_of(template).kind == "none"
+        assert format_of(template).calls is None
         assert isinstance(parser_for(template, tools=True, reasoning=True, tool_id=str), Plain)
     assert format_of(formats.OPENING).thinks
 
@@ -285,11 +293,11 @@ def test_other_templates() -> None:
 def test_thoughts_are_opened_by_the_prompt_or_by_the_model() -> None:
     hello = [{"role": "user", "content": "hello <think>"}]
     opening = ChatTemplate(formats.OPENING, {}).render(hello)
-    assert thoughts_opened(opening)
+    assert thoughts_opened(formats.OPENING, opening)
     qwen = ChatTemplate(formats.QWEN3, {})
     plain, off = qwen.render(hello), qwen.render(hello, enable_thinking=False)
-    assert not thoughts_opened(plain)
-    assert not thoughts_opened(off)
+    assert not thoughts_opened(formats.QWEN3, plain)
+    assert not thoughts_opened(formats.QWEN3, off)
     assert thoughts_end(formats.OPENING, opening) == thoughts_end(formats.QWEN3, plain) == "</think>"
     assert thoughts_end(formats.QWEN3, off) is thoughts_end(formats.HERMES, plain) is None
 
@@ -362,8 +370,8 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
             "template",
         ),
         (lambda: conversation(HELLO, formats.QWEN3, (), "required"), "tool_choice", "needs"),
-        (lambda: tool_grammar("qwen3", tools(NOW), named("g")), "tool_choice", "now"),
-        (lambda: tool_grammar("none", tools(NOW), "required"), "tool_choice", "template"),
+        (lambda: tool_grammar(HERMES, tools(NOW), named("g")), "tool_choice", "now"),
+        (lambda: tool_grammar(None, tools(NOW), "required"), "tool_choice", "template"),
         (lambda: tools(NOW, NOW), "tools.1.function.name", "twice"),
     ],
 )
@@ -394,11 +402,11 @@ def allows() -> Callable[[str | None, str], bool]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str], bool]) -> None:
+def test_a_choice_binds_the_answer(kind: str, allows: Callable[[str | None, str], bool]) -> None:
     both = tools(WEATHER, NOW)
 
     def calls(*which: tuple[str, dict[str, Any]]) -> str:
-        return calls_text(kind, [{"function": {"name": name, "arguments": its}} for name, its in which])
+        return calls_of(kind).write([{"function": {"name": name, "arguments": its}} for name, its in which])
 
     right, now = calls(("get_weather", {"city": "Zürich"})), calls(("now", {}))
     two = calls(("get_weather", {"city": "日", "days": 1}), ("now", {}))
@@ -415,7 +423,7 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
         ("required", True, False), ("required", False, False), ("auto", True, True), ("auto", False, True)
     ]  # fmt: skip
     for choice, parallel, words in choices:
-        grammar = tool_grammar(kind, both, choice, parallel=parallel)
+        grammar = tool_grammar(calls_of(kind), both, choice, parallel=parallel)
         assert allows(grammar, right)
         assert allows(grammar, now)
         assert allows(grammar, two) == parallel
@@ -425,21 +433,21 @@ def test_a_choice_binds_the_answer(kind: Kind, allows: Callable[[str | None, str
             assert not allows(grammar, "Words, then <function=now>{}</function>")
         else:
             assert allows(grammar, "Words, then:\n" + two) == (words and parallel)
-    grammar = tool_grammar(kind, both, named("now"))
+    grammar = tool_grammar(calls_of(kind), both, named("now"))
     assert allows(grammar, now)
     assert not any(allows(grammar, each) for each in (right, two, "words", ""))
-    assert tool_grammar(kind, both, "none") is tool_grammar(kind, tools(NOW), "auto") is None
-    beside = tool_grammar(kind, both, "auto", part=True)
+    assert tool_grammar(calls_of(kind), both, "none") is tool_grammar(calls_of(kind), tools(NOW), "auto") is None
+    beside = tool_grammar(calls_of(kind), both, "auto", part=True)
     assert beside is not None
     beside = beside.replace("@part", '"yes" | "no"')
     assert all(allows(beside, each) for each in (right, two, "yes", "no"))
     assert not any(allows(beside, each) for each in ("words", "", "yes" + right, right + "yes"))
-    assert "@part" not in (tool_grammar(kind, both, "required", part=True) or "@part")
-    assert read(make(kind, names=names_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
+    assert "@part" not in (tool_grammar(calls_of(kind), both, "required", part=True) or "@part")
+    assert read(make(kind, names=schemas_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
 
 
 def test_what_is_not_strict_may_have_a_schema_that_no_grammar_knows(allows: Callable[[str | None, str], bool]) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "integer"}}, "if": {"required": ["a"]}}
     function = {"type": "function", "function": {"name": "f", "parameters": odd}}
-    grammar = tool_grammar("qwen3", tools(function), "required")
+    grammar = tool_grammar(HERMES, tools(function), "required")
     assert allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')

@@ -33,7 +33,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {  # who takes which keywords; written by
     ),
     "a request (Engine.generate, stream or add)": (
         "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline",
-        "priority", "owner", "resume", "verify_resume",
+        "priority", "owner", "resume", "verify_resume", "shown_tokens",
     ),
 }  # fmt: skip
 _REQUEST = "a request (Engine.generate, stream, add, or SamplingParams)"

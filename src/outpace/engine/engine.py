@@ -269,6 +269,7 @@ class Engine:
         owner: str = "",
         resume: SequenceOf[int] | SequenceOf[SequenceOf[int]] | None = None,
         verify_resume: bool = False,
+        shown_tokens: SequenceOf[int] = (),
         **sampling: Unpack[SamplingKeywords],
     ) -> Prepared:
         """A request, checked and ready for ``submit``; queues nothing, and may be called from any thread.
@@ -283,7 +284,8 @@ class Engine:
         ``owner``: within it, owners take turns. ``resume``: output token ids that this very request produced before
         (with n > 1 a list for each sample): deltas bring what follows, the result has all, with log-probabilities of
         what follows; ``verify_resume``: the target chooses the last 8 again, and the request ends in a ParameterError
-        where they differ. ``sampling``: fields of ``SamplingParams``, which take the place of those in ``params``.
+        where they differ. ``shown_tokens``: special tokens that are part of the text though it skips others.
+        ``sampling``: fields of ``SamplingParams``, which take the place of those in ``params``.
         Raises ParameterError, DrafterError (ValueErrors), MemoryLimitError or RuleError.
         """
         self._require_open()
@@ -310,7 +312,7 @@ class Engine:
         notes = () if name == "none" else self.drafters[name].notes
         reader = TextReader(
             self.tokenizer, params.stop_strings, include_stop=params.include_stop,
-            skip_special=params.skip_special_tokens, after=tokens,
+            skip_special=params.skip_special_tokens, shown=shown_tokens, after=tokens,
         )  # fmt: skip
         sequences = [
             Sequence(

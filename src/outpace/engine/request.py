@@ -53,6 +53,7 @@ class OwnRequestKeywords(TypedDict, total=False):
     owner: str
     resume: Sequence[int] | Sequence[Sequence[int]] | None
     verify_resume: bool
+    shown_tokens: Sequence[int]
 
 
 class RequestKeywords(OwnRequestKeywords, SamplingKeywords, total=False):

@@ -9,7 +9,7 @@ it up only when everything else went well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from itertools import takewhile
 from typing import NamedTuple, Protocol
@@ -63,7 +63,8 @@ class TextState(NamedTuple):
 class TextReader:
     """How one request's tokens become text. ``stops``: stop strings; with ``include_stop`` they stay in the text. They
     are looked for in the text, and in the text with special tokens as they are spelled, whether those are shown or not.
-    ``after``: the prompt's token ids. Raises TextError.
+    ``shown``: special tokens that are part of the text though others are skipped. ``after``: the prompt's token ids.
+    Raises TextError.
     """
 
     def __init__(
@@ -73,14 +74,16 @@ class TextReader:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        shown: Collection[int] = (),
         after: Sequence[int] | I32 = (),
     ) -> None:
         self._decoder, self._stops = decoder, tuple(stops)
-        self._include_stop, self._skip_special = include_stop, skip_special
+        skipped = decoder.special_ids if skip_special and decoder is not None else frozenset()
+        self._skipped = frozenset(skipped).difference(shown) if shown else skipped
+        self._include_stop, self._skip_special = include_stop, skip_special and not shown
         texts = None if decoder is None else decoder.texts
         self._independent = texts is not None
-        self._texts = texts[skip_special] if texts is not None else {}
-        self._skipped = decoder.special_ids if skip_special and decoder is not None else frozenset()
+        self._texts = texts[self._skip_special] if texts is not None else {}
         self._longest = max((len(stop) for stop in stops), default=1)
         self.start = self._start(after)  # the state before the answer's first token
 
@@ -96,6 +99,8 @@ class TextReader:
         n = CONTEXT
         while True:
             ids = tuple(np.asarray(prompt[-n:]).tolist())
+            if self._skipped and not self._skip_special:  # the decoder does not skip them
+                ids = tuple(token for token in ids if token not in self._skipped)
             text = self._decode(ids)
             if text or n >= len(prompt):
                 break

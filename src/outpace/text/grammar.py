@@ -25,6 +25,7 @@ from outpace.common.installing import install
 from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
+from outpace.text.expressed import expressed, without_look_around
 from outpace.text.schemas import closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
@@ -79,18 +80,25 @@ class Vocabulary:
         self._tokenizer, self._code = tokenizer, TokenBytes(tokenizer, vocab_size)
         texts = [self._code.of(token) for token in range(vocab_size)]
         special = [token for token in range(min(vocab_size, tokenizer.vocab_size)) if not texts[token]]
-        for token in special:  # named, so that a grammar may ask for one
-            texts[token] = (tokenizer.token(token) or "").encode()
+        names = {tokenizer.token(token) or "": token for token in special}
+        for name, token in names.items():  # named, so that a grammar may ask for one
+            texts[token] = name.encode()
+        self._ids = {name: token for name, token in names.items() if name}
+        longest_first = sorted(map(re.escape, self._ids), key=len, reverse=True)
+        self._named = re.compile(f"({'|'.join(longest_first) or '(?!)'})")
         wrapper = _Wrapper(texts, special, eos_ids[0], self._encoded)
         self.native = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_ids))
         self.spell = lru_cache(MOST_SPELLINGS)(self._spelled)
         prefix = tokenizer.encode(MARK, add_special=False).tolist()
         self._mark: list[int] = prefix
 
-    def special(self, text: str) -> int | None:
-        """The special token that ``text`` is the name of, if it is one."""
-        ids = self._tokenizer.encode(text, add_special=False, parse_special=True).tolist()
-        return ids[0] if len(ids) == 1 and not self._code.of(ids[0]) else None
+    def literal(self, text: str) -> str:
+        """``text`` in Lark, with the special tokens that it spells."""
+        parts = self._named.split(text)
+        spelled = [
+            _quoted(part) if (token := self._ids.get(part)) is None else f"<[{token}]>" for part in parts if part
+        ]
+        return " ".join(spelled)
 
     def _encoded(self, text: str | bytes) -> list[int]:
         """Tokens of text that follows other text."""
@@ -180,11 +188,18 @@ class Track:
     def takes(self, state: State, token: int) -> bool:
         """Whether ``token`` may follow; if so, the matcher stands behind it then."""
         matcher = self.reach(state)
+        if matcher.is_stopped():
+            return False
         if matcher.try_consume_tokens([token]) == 1:
             self._at = State(self, state, token)
             return True
         self._check()
         return False
+
+    def stopped(self, state: State) -> bool:
+        """Whether nothing but the end may follow a special token that ends the grammar."""
+        matcher = self.reach(state)
+        return bool(matcher.is_stopped() and matcher.is_accepting())
 
     def mask(self, state: State) -> U32:
         """uint32 [words]."""
@@ -205,12 +220,22 @@ class Track:
 class Grammar:
     """A ``GrammarRule``; ``Grammars`` makes it. One serves any number of requests, in several threads.
 
-    ``matcher``: a fresh ``llguidance.LLMatcher``; ``spell``: tokens of forced bytes, or of the first of them.
+    ``matcher``: a fresh ``llguidance.LLMatcher``; ``spell``: tokens of forced bytes, or of the first of them;
+    ``special``: the grammar asks for special tokens, and a matcher that was asked for forced bytes forbids those;
+    ``left_out``: what of a schema is not enforced.
     """
 
     def __init__(
-        self, matcher: Any, vocab_size: int, eos_ids: Sequence[int], spell: Callable[[bytes], Sequence[int]]
+        self,
+        matcher: Any,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        spell: Callable[[bytes], Sequence[int]],
+        *,
+        special: bool = False,
+        left_out: tuple[str, ...] = (),
     ) -> None:
+        self._special, self.left_out = special, left_out
         self._matcher, self._words, self._spell = matcher, words(vocab_size), spell
         self._lock = threading.Lock()
         self._eos = tuple(eos_ids)
@@ -234,7 +259,7 @@ class Grammar:
         return not state.ended and state.track.takes(state, token)
 
     def mask(self, state: State) -> U32:
-        return self._after_end if state.ended else state.track.mask(state)
+        return self._after_end if state.ended or state.track.stopped(state) else state.track.mask(state)
 
     def apply(self, state: State, logits: F32) -> None:
         logits[~unpacked(self.mask(state), len(logits))] = -np.inf
@@ -246,7 +271,7 @@ class Grammar:
         matcher = state.track.reach(state)
         if matcher.is_stopped():
             return self._eos[:1] if matcher.is_accepting() else ()
-        return self._spell(matcher.compute_ff_bytes())
+        return self._spell((matcher.deep_copy() if self._special else matcher).compute_ff_bytes())
 
 
 def reason(matcher: Any) -> str:
@@ -280,6 +305,7 @@ _FREELY = {"whitespace_flexible": True}
 _RULE = re.compile(r"^[ \t]*[?!_A-Za-z]", re.MULTILINE)
 _GAP = r"/[ \t\r\n]{0,8}/"  # between reasoning and JSON
 _WHAT = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+After = str | Sequence[str] | None  # what ends the free text before an answer
 Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and its text; a schema may be its JSON value
 
 
@@ -302,21 +328,25 @@ class Grammars:
     microseconds a token.
 
     ``after``: free text comes first, until this text (or special token) has been written: the end of a model's
-    reasoning, say. The answer cannot end before. JSON may then begin on a new line.
+    reasoning, say; of several texts one after another, with anything between. The answer cannot end before. JSON may
+    then begin on a new line.
     ``whitespace``: JSON stands on one line as Python's ``json.dumps`` writes it, so that a model cannot go on with
     white space, and more of the text must follow; True allows any.
     ``close``: objects of schemas have only the properties that are named, where a schema does not say otherwise
-    (``additionalProperties``).
+    (``additionalProperties``). ``loose``: what no grammar can express of a schema (``uniqueItems``, say) is left out,
+    and the rule's ``left_out`` names it.
 
     Raises GrammarError with the reason, MissingExtraError without ``llguidance``, and ModelError for a tokenizer whose
     tokens stand for no bytes of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, close: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, close: bool = False, loose: bool = False
+    ) -> None:
         self._eos = tuple(dict.fromkeys(int(token) for token in eos_ids if 0 <= token < vocab_size))
         if not self._eos:
             raise GrammarError("this model has no token that ends an answer, so no grammar could end: name its eos_ids")
-        self._tokenizer, self._vocab_size, self._close = tokenizer, vocab_size, close
+        self._tokenizer, self._vocab_size, self._close, self._loose = tokenizer, vocab_size, close, loose
         self._native = _llguidance()
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._read: Vocabulary | None = None
@@ -329,23 +359,21 @@ class Grammars:
             raise GrammarError("a grammar is about text, and the engine has no tokenizer: give it one")
         return Grammars(engine.tokenizer, engine.model.info.vocab_size, engine.model.info.eos_ids)
 
-    def json_object(self, *, after: str | None = None, whitespace: bool = False) -> Grammar:
+    def json_object(self, *, after: After = None, whitespace: bool = False) -> Grammar:
         """Any JSON object. ``after``, ``whitespace``: see the class."""
         return self.json_schema({"type": "object"}, after=after, whitespace=whitespace)
 
     def json_schema(
-        self, schema: str | dict[str, Any] | bool, *, after: str | None = None, whitespace: bool = False
+        self, schema: str | dict[str, Any] | bool, *, after: After = None, whitespace: bool = False
     ) -> Grammar:
         """JSON that ``schema`` describes, with properties in its order. A keyword that is not supported is named."""
         return self._compiled(("json", schema), after, whitespace=whitespace)
 
-    def regex(self, pattern: str, *, after: str | None = None) -> Grammar:
+    def regex(self, pattern: str, *, after: After = None) -> Grammar:
         """Text that all of ``pattern`` matches: the syntax of Rust's regex, without look-around."""
         return self._compiled(("regex", pattern), after)
 
-    def lark(
-        self, text: str, *, after: str | None = None, items: int = MOST_ITEMS, part: Source | None = None
-    ) -> Grammar:
+    def lark(self, text: str, *, after: After = None, items: int = MOST_ITEMS, part: Source | None = None) -> Grammar:
         """Texts of ``text``, a context-free grammar in Lark's syntax, with llguidance's extensions, or in EBNF
         (``root ::= "a" | b``). ``items``: most of the parses that may go on at once, after which a request ends with an
         error; an ambiguous grammar has many. ``part``: what ``@part`` in the text stands for."""
@@ -354,15 +382,16 @@ class Grammars:
     def _compiled(
         self,
         source: Source,
-        after: str | None,
+        after: After,
         *,
         whitespace: bool = False,
         items: int | None = None,
         part: Source | None = None,
     ) -> Grammar:
         what, gap = _WHAT[source[0]], "json" in (source[0], part and part[0])
-        answer = self._native_grammar(source, whitespace)
-        parts = [] if part is None else [{"name": "part", **self._native_grammar(part, whitespace)}]
+        left_out: list[str] = []
+        answer = self._native_grammar(source, whitespace, left_out)
+        parts = [] if part is None else [{"name": "part", **self._native_grammar(part, whitespace, left_out)}]
         vocabulary = self._vocabulary()
         start = "start: @answer\n" if after is None else _switch(vocabulary, after, gap)
         grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}, *parts]
@@ -388,19 +417,27 @@ class Grammars:
         matcher = _deeply(made_of)
         for warning in matcher.get_grammar_warnings():
             log.warning("%s: %s", what, warning)
-        made = Grammar(matcher, self._vocab_size, self._eos, vocabulary.spell)
+            left_out += _of_warning(warning)
+        made = Grammar(
+            matcher, self._vocab_size, self._eos, vocabulary.spell, special="<[" in text,
+            left_out=tuple(dict.fromkeys(left_out)),
+        )  # fmt: skip
         with self._lock:
             made = self._kept.setdefault((text, items), made)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
 
-    def _native_grammar(self, source: Source, whitespace: bool) -> dict[str, Any]:
+    def _native_grammar(self, source: Source, whitespace: bool, left_out: list[str]) -> dict[str, Any]:
         """As llguidance takes it. Raises GrammarError for what cannot be one."""
         kind, text = source
         what = _WHAT[kind]
         if kind == "json":
-            return {"json_schema": _schema(what, text, whitespace, self._close)}
+            schema = _schema(what, text, whitespace, self._close)
+            if self._loose:
+                schema = without_look_around(schema, left_out)
+                schema["x-guidance"] = {"lenient": True, **schema["x-guidance"]}
+            return {"json_schema": schema}
         if kind == "regex":
             return {"lark_grammar": f"start: /{self._native.regex_to_lark(_checked(what, text))}/\n{_OPTIONS}"}
         if is_ebnf(_checked(what, text)):
@@ -409,11 +446,24 @@ class Grammars:
             raise GrammarError(f"the grammar has {rules} rules: at most {MOST_RULES} are taken")
         return {"lark_grammar": text + "\n" + _OPTIONS}  # errors name the text's own lines
 
+    def literal(self, text: str) -> str:
+        """``text`` in a grammar of ``lark``, with the special tokens that it spells."""
+        return self._vocabulary().literal(text)
+
     def _vocabulary(self) -> Vocabulary:
         with self._reading:
             if self._read is None:
                 self._read = Vocabulary(self._native, self._tokenizer, self._vocab_size, self._eos)
             return self._read
+
+
+def _of_warning(warning: str) -> list[str]:
+    """The keywords that llguidance says it left out."""
+    if warning.startswith("Unimplemented keys"):
+        return re.findall(r'"([^"]+)"', warning)
+    if found := re.match(r"Unknown format: (.*)", warning):
+        return [f"format {found[1]}"]
+    return ["oneOf (any of them fits)"] if warning.startswith("oneOf") else [warning]
 
 
 def _deeply(function: Callable[[], Any]) -> Any:
@@ -442,16 +492,23 @@ _STACK = 512 << 20  # bytes of addresses; only what is used takes memory
 _STARTING = threading.Lock()  # the stack size is the process's
 
 
-def _switch(vocabulary: Vocabulary, after: str, gap: bool) -> str:
+def _switch(vocabulary: Vocabulary, after: str | Sequence[str], gap: bool) -> str:
     """Free text up to ``after``, then the answer."""
-    if not isinstance(after, str) or not after:
+    texts = [after] if isinstance(after, str) else after
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise GrammarError(f"after={after!r} is no text: give what ends the free text, such as '</think>'")
-    token = vocabulary.special(_checked("end of the free text", after))
-    if token is None:
-        free = f"free[suffix={json.dumps(after, ensure_ascii=False)}]: /(?s:.*)/"
-    else:
-        free = f"free: /(?s:.*)/ <[{token}]>"
-    return f"start: free gap @answer\n{free}\ngap: {_GAP}\n" if gap else f"start: free @answer\n{free}\n"
+    rules = []
+    for i, text in enumerate(texts):
+        ends = vocabulary.literal(_checked("end of the free text", text))
+        free = f"free_{i}[suffix={ends}]: /(?s:.*)/" if ends == _quoted(text) else f"free_{i}: /(?s:.*)/ {ends}"
+        rules.append(free + "\n")
+    free = " ".join(f"free_{i}" for i in range(len(texts)))
+    start = f"start: {free} gap @answer\ngap: {_GAP}\n" if gap else f"start: {free} @answer\n"
+    return start + "".join(rules)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, Any]:
@@ -470,6 +527,7 @@ def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, 
     try:
         _checked(what, json.dumps(value))
         _check_properties(value)
+        value = dict(expressed(value))
         return closed(value) if close else value
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, GrammarError):

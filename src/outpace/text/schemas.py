@@ -55,14 +55,14 @@ def _describes(schema: Any) -> bool:
 def _children(word: str, value: Any, root: Any) -> Iterator[Any]:
     """The schemas in a keyword's ``value``."""
     if word == "$ref":
-        yield _referred(value, root)
+        yield referred(value, root)
     elif word in _BY_NAME:
         yield from value.values() if isinstance(value, dict) else ()
     elif word in _INNER or word in _BESIDE:
         yield from value if isinstance(value, list) else (value,)
 
 
-def _referred(pointer: Any, root: Any) -> Any:
+def referred(pointer: Any, root: Any) -> Any:
     """What a JSON pointer within ``root`` (RFC 6901) stands for; None: nothing."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None

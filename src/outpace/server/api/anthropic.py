@@ -329,6 +329,14 @@ class MessageEncoder(Encoder):
         )  # fmt: skip
         return _sent("message_start", message=self._message([], None, None, used).to_dict())
 
+    @property
+    def shows_progress(self) -> bool:
+        return bool(self.body.return_progress)
+
+    def progress(self) -> bytes:
+        """A ping, which clients pass over."""
+        return _sent("ping", prompt_progress=self.generation.progress.to_dict())
+
     def part(self, part: Part) -> bytes:
         events: list[dict[str, Any]] = []
         for each in part.events:

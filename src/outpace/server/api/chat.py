@@ -18,11 +18,12 @@ from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Comp
 from outpace.server.api.prompt import Prompt, dropped, rendered
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
+from outpace.server.conversation.binding import tool_grammar
 from outpace.server.conversation.control import unmarked
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end
 from outpace.server.conversation.messages import Messages
 from outpace.server.conversation.pieces import Begin, Event, More, OutputParser
-from outpace.server.conversation.tools import ToolChoice, checked, names_of, tool_grammar
+from outpace.server.conversation.tools import ToolChoice, checked, schemas_of
 from outpace.server.engines.generation import Generation, Part, Whole, Work, seeded
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
@@ -123,16 +124,17 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     template = model.tokenizer.chat_template_of(tools=offered)
     marked = rendered(body, body.messages, tools, choice, model)
     sampling.check_text(marked, model, "messages", special=True)
+    form = format_of(template)
     tokens, prompt = model.control.encode(marked), unmarked(marked)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
-    after = thoughts_end(template, prompt) if thinks else None
+    after = thoughts_end(template, prompt, calls=offered) if thinks else None
     wish = formats.wanted(body, body.response_format)
     if offered:
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(
-            format_of(template).kind, tools, choice, parallel=parallel, part=wish is not None,
-            close=model.close_schemas,
+            form.calls, tools, choice, parallel=parallel, part=wish is not None, close=model.close_schemas,
+            literal=model.grammars.literal,
         )  # fmt: skip
         rules = [] if text is None else [formats.rule_of_calls(text, wish, model, after)]
     else:
@@ -150,15 +152,18 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
             found.update(f"/{index}/{call}".encode())
             return f"call_{found.hexdigest()[:24]}"
 
-        names = names_of(tools) if offered else None
         return parser_for(
-            template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt, names=names,
-            formatted=wish is not None,
+            template, tools=offered, reasoning=thinks, tool_id=name, prompt=prompt,
+            schemas=schemas_of(tools) if offered else None, formatted=wish is not None,
         )  # fmt: skip
 
+    options = sampling.engine_options(body, settings, scope)
+    if shown := model.control.spelled_in(form.marks(tools=offered)):
+        options["shown_tokens"] = shown
     return Work(
-        prompts=[tokens], params=params, options=sampling.engine_options(body, settings, scope), parser=parser,
-        trace=body.traced, user=body.user, notes=dropped(body, template), **sampling.resumed(body, params.n),
+        prompts=[tokens], params=params, options=options, parser=parser,
+        trace=body.traced, user=body.user, notes=[*dropped(body, template), *formats.left_out(rules)],
+        **sampling.resumed(body, params.n),
     )  # fmt: skip
 
 

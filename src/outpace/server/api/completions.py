@@ -92,7 +92,8 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     )  # fmt: skip
     return Work(
         prompts=prompts, params=params, options=sampling.engine_options(body, settings, scope), trace=body.traced,
-        nothing=nothing, texts=texts if echo else [], user=body.user, **sampling.resumed(body, len(prompts) * params.n),
+        nothing=nothing, texts=texts if echo else [], user=body.user,
+        notes=formats.left_out(params.rules), **sampling.resumed(body, len(prompts) * params.n),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,7 +14,8 @@ from outpace.params import LogitRule
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Body, Items
-from outpace.text.grammar import LIMITS, Grammars, Source
+from outpace.text.grammar import LIMITS, After, Grammars, Source
+from outpace.text.grammar import Grammar as Compiled
 
 _CHOICES = Field(default=None, min_length=1, max_length=1024)
 
@@ -86,7 +88,7 @@ def wanted(body: Formats, response_format: ResponseFormat | None) -> tuple[Sourc
     return found[0] if found else None
 
 
-def rules(found: tuple[Source, str] | None, model: Served, after: str | None) -> list[LogitRule]:
+def rules(found: tuple[Source, str] | None, model: Served, after: After) -> list[LogitRule]:
     """The rule of what was ``wanted``. ``after``: the text that ends what comes before the answer proper.
 
     Raises GrammarError (a ParameterError) or APIError.
@@ -100,7 +102,13 @@ def rules(found: tuple[Source, str] | None, model: Served, after: str | None) ->
         raise APIError(400, str(error), param=name) from error
 
 
-def compiled(source: Source, grammars: Grammars, after: str | None = None) -> LogitRule:
+def left_out(rules: Sequence[Any]) -> list[str]:
+    """What the answer says of schemas whose keywords no grammar can all express."""
+    found = [word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out]
+    return [f"not enforced of the JSON schema: {', '.join(found)}"] if found else []
+
+
+def compiled(source: Source, grammars: Grammars, after: After = None) -> LogitRule:
     """The rule of ``source``. Raises GrammarError."""
     kind, text = source
     makes: dict[str, Any] = {"json": grammars.json_schema, "regex": grammars.regex, "lark": grammars.lark}
@@ -108,7 +116,7 @@ def compiled(source: Source, grammars: Grammars, after: str | None = None) -> Lo
     return rule
 
 
-def rule_of_calls(text: str, found: tuple[Source, str] | None, model: Served, after: str | None) -> LogitRule:
+def rule_of_calls(text: str, found: tuple[Source, str] | None, model: Served, after: After) -> LogitRule:
     """The rule of ``tool_grammar``'s ``text``, in which ``@part`` is what was ``wanted``. Raises APIError."""
     try:
         most = LIMITS["max_items_in_row"]

@@ -318,7 +318,7 @@ async def show(request: Request, body: OllamaShowRequest) -> OllamaShown:
     def shown(model: Served) -> OllamaShown:
         template = format_of(model.tokenizer.chat_template)
         tools = format_of(model.tokenizer.chat_template_of(tools=True))
-        able = {"completion": True, "tools": tools.kind != "none", "thinking": template.thinks}
+        able = {"completion": True, "tools": tools.calls is not None, "thinking": template.thinks}
         return OllamaShown(
             modelfile="",
             parameters="",

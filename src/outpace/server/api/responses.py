@@ -22,7 +22,7 @@ from outpace.server.api.sampling import Parameters
 from outpace.server.conversation.messages import FunctionCall, Message, ToolCall, kind_of, parts_of
 from outpace.server.conversation.pieces import Begin, End, More, Segment
 from outpace.server.conversation.tools import MOST_TOOLS, Function, NamedFunction, NamedTool, Tool
-from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
+from outpace.server.engines.generation import Generation, Part, PromptProgress, Speculation, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Body, Items, only
@@ -401,6 +401,7 @@ class ResponseObject(Answer):
 
 class ResponseEvent(Event):
     response: ResponseObject
+    prompt_progress: PromptProgress | None = Field(default=None, description="How much of the prompt was read.")
 
 
 @router.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
@@ -493,6 +494,14 @@ class ResponseEncoder(Encoder):
         begun = self._response("in_progress")
         names = () if self.generation.resumed else ("created", "in_progress")
         return b"".join(self._event(begun, name) for name in names)
+
+    @property
+    def shows_progress(self) -> bool:
+        return bool(self.body.return_progress)
+
+    def progress(self) -> bytes:
+        """A response in progress once more, which clients know."""
+        return self._event(self._response("in_progress"), prompt_progress=self.generation.progress)
 
     def part(self, part: Part) -> bytes:
         self.fold(part)
@@ -642,10 +651,10 @@ class ResponseEncoder(Encoder):
                 fields["content_index"] = 0
         return fields
 
-    def _event(self, response: ResponseObject, kind: str | None = None) -> bytes:
+    def _event(self, response: ResponseObject, kind: str | None = None, **more: Any) -> bytes:
         """The event that has ``response``. ``kind``: default: the response's status."""
         name = f"response.{kind or response.status}"
-        numbered = ResponseEvent(type=name, sequence_number=next(self._numbers), response=response)
+        numbered = ResponseEvent(type=name, sequence_number=next(self._numbers), response=response, **more)
         return event(numbered.to_json(), name)
 
     def _response(self, status: Any, **more: Any) -> ResponseObject:

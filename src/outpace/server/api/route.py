@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, aclosing
@@ -31,39 +32,76 @@ log = logging.getLogger(__name__)
 # Bodies of requests: read within bounds of size, time and memory, and counted before anything is built of them.
 
 SMALL = 64 << 10  # bytes, beyond which a body needs a place
+MOVES = 2.0  # seconds in which so many bytes must come, where others wait for a place
 GONE = 499  # nginx's for a client that went away; nobody reads it
 _PIECE = 1 << 20  # bytes that are counted at a time
 
 
 async def read(request: Request, service: Service, held: ExitStack) -> bytes:
-    """The body. A large one has a place, shared by API key, until ``held`` closes. Raises APIError: 413 beyond
-    ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON."""
+    """The body. A large one has a place, shared by API key, until ``held`` closes; one that does not move loses it to
+    whoever waits. Raises APIError: 413 beyond ``max_body`` bytes, 408 when it takes too long, 415 when it is no JSON.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind in _UNSAID and _is_ollamas(request)):
         raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in _ENCODINGS:
+        raise APIError(415, f"the content encoding is {encoding!r}: send gzip or none", code="unsupported_media_type")
     most = service.settings.max_body
-    too_large = APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
-        raise too_large
-    pieces, size, placed = [], 0, False
+        raise _too_large(most)
+    pieces, size, placed, seen = list[bytes](), 0, False, 0
+
+    async def look() -> None:
+        """End the wait for a body that does not move while others wait."""
+        nonlocal seen
+        while True:
+            await asyncio.sleep(MOVES)
+            if placed and service.large.wanted and size - seen < SMALL:
+                limit.reschedule(asyncio.get_running_loop().time())
+            seen = size
+
+    looking = asyncio.create_task(look())
     try:
-        async with asyncio.timeout(service.settings.body_timeout):
+        async with asyncio.timeout(service.settings.body_timeout) as limit:
             async for piece in request.stream():
                 size += len(piece)
                 if size > most:
-                    raise too_large
-                if size > SMALL and not placed:
-                    placed = True
+                    raise _too_large(most)
+                if (size > SMALL or encoding != "identity") and not placed:
                     held.callback(await service.large.take())
+                    placed, seen = True, size
                 pieces.append(piece)
     except TimeoutError:
         raise APIError(408, "the body took too long to arrive: send it again") from None
     except ClientDisconnect:
         raise APIError(GONE, "the client went away") from None
-    return b"".join(pieces)
+    finally:
+        looking.cancel()
+    body = b"".join(pieces)
+    return body if encoding == "identity" else await service.work(_inflated, body, most)
 
 
+def _inflated(body: bytes, most: int) -> bytes:
+    """Raises APIError: 413 for more than ``most`` bytes, 400 for what is not gzip's."""
+    inflate = zlib.decompressobj(wbits=31)
+    try:
+        found = inflate.decompress(body, most + 1)
+    except zlib.error as error:
+        raise APIError(400, f"the body cannot be unzipped ({error}): send it as it is") from error
+    if len(found) > most:
+        raise _too_large(most)
+    if not inflate.eof:
+        raise APIError(400, "the body ends before its gzip does: send all of it")
+    return found
+
+
+def _too_large(most: int) -> APIError:
+    return APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
+
+
+_ENCODINGS = ("identity", "gzip", "x-gzip")
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what clients send who name no type: curl has the second
 
 

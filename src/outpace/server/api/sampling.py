@@ -106,6 +106,9 @@ class Parameters(SamplingFields, Formats):
     reuse_prefix: bool | None = Field(default=None, description="False: KV is shared with no other request.")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=512, description="KV is shared within it.")
     resume: Resume | None = None
+    return_progress: bool | None = Field(
+        default=None, description="A stream says how much of the prompt was read, as llama.cpp's does."
+    )
 
     @property
     def traced(self) -> bool:
@@ -119,9 +122,6 @@ class Sampling(Parameters):
     max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    return_progress: bool | None = Field(
-        default=None, description="A stream says how much of the prompt was read, as llama.cpp's does."
-    )
 
     @property
     def wants_usage(self) -> bool:

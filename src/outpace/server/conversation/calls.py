@@ -1,198 +1,22 @@
-"""Calls of functions in an answer's text, in each format that models write.
+"""Calls of functions in an answer's text: as JSON objects, or as Python calls.
 
-Most are JSON objects, ``{"name": ..., "arguments": {...}}``, alone or in a list, their keys in any order.
+Objects are ``{"name": ..., "arguments": {...}}``, alone or in a list, their keys in any order.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
-from outpace.server.conversation.pieces import SPACE, CallParser, Characters, Reading
-
-# -- values -----------------------------------------------------------------------------------------------------------
-# One value of a call's arguments, read a character at a time: JSON as it stands, or a Python literal made JSON.
-# JSON (RFC 8259) passes unchanged, but for control characters within strings, which models write raw and JSON forbids:
-# they leave as escapes. Python's quotes, constants and trailing commas become JSON's.
-
-DEEPEST = 64  # open brackets; a model that goes on opening them is not making a call
-
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")  # of a string: whatever the dialect, it stands for itself
-_WORDS = {"true": "true", "false": "false", "null": "null"}
-_PYTHON_WORDS = _WORDS | {"True": "true", "False": "false", "None": "null"}
-_HEX = frozenset("0123456789abcdefABCDEF")
-_PYTHON_ESCAPES = {"a": "\a", "v": "\v", "'": "'", "\n": ""}
-_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
-
-Reads = Generator[None, None, bool]  # whether it was well-formed; what was not is left unread
-
-
-def value(source: Characters, emit: Callable[[str], None], *, python: bool = False) -> Reads:
-    """Read one value and ``emit`` its JSON text as far as it is well-formed."""
-    closers: list[str] = []  # of the brackets that are open
-    while True:
-        if closers:
-            yield from _gap(source, emit, python)
-        c = yield from source.peek()
-        if c and c in "{[" and len(closers) < DEEPEST:
-            _pass(source, emit)
-            closers.append("}" if c == "{" else "]")
-            if not (yield from _first(source, emit, closers, python)):
-                return False
-            if closers and closers[-1]:  # not empty: its first value, or key and value, follows
-                continue
-            closers.pop()
-        elif not (yield from _scalar(source, emit, python)):
-            return False
-        while closers:  # after a value
-            yield from _gap(source, emit, python)
-            c = yield from source.peek()
-            if c == closers[-1]:
-                _pass(source, emit)
-                closers.pop()
-                continue
-            if c != ",":
-                return False
-            source.at += 1
-            if not python:
-                emit(",")
-            yield from _gap(source, emit, python)
-            if python and (yield from source.peek()) == closers[-1]:
-                continue
-            if python:
-                emit(", ")
-            if closers[-1] == "}" and not (yield from _key(source, emit, python)):
-                return False
-            break
-        if not closers:
-            return True
-
-
-def string(source: Characters, into: list[str]) -> Reads:
-    """Read a string and append what it stands for to ``into``."""
-    text: list[str] = []
-    if not (yield from _string(source, text.append, False)):
-        return False
-    found = json.loads("".join(text))
-    if any("\ud800" <= c <= "\udfff" for c in found):  # half a pair, which is no text
-        return False
-    into.append(found)
-    return True
-
-
-def _first(source: Characters, emit: Callable[[str], None], closers: list[str], python: bool) -> Reads:
-    """After an opening bracket: a first key, or the closing bracket, which leaves "" in its place."""
-    yield from _gap(source, emit, python)
-    if (yield from source.peek()) == closers[-1]:
-        _pass(source, emit)
-        closers[-1] = ""
-        return True
-    return closers[-1] == "]" or (yield from _key(source, emit, python))
-
-
-def _key(source: Characters, emit: Callable[[str], None], python: bool) -> Reads:
-    if not (yield from _string(source, emit, python)):
-        return False
-    yield from _gap(source, emit, python)
-    if (yield from source.peek()) != ":":
-        return False
-    source.at += 1
-    emit(": " if python else ":")
-    return True
-
-
-def _gap(source: Characters, emit: Callable[[str], None], python: bool) -> Reading:
-    """White space, which is kept in JSON."""
-    while (c := (yield from source.peek())) and c in SPACE:
-        source.at += 1
-        if not python:
-            emit(c)
-
-
-def _pass(source: Characters, emit: Callable[[str], None]) -> None:
-    emit(source.text[source.at])
-    source.at += 1
-
-
-def _scalar(source: Characters, emit: Callable[[str], None], python: bool) -> Reads:
-    c = yield from source.peek()
-    if c == '"' or (python and c == "'"):
-        return (yield from _string(source, emit, python))
-    if c and (c == "-" or c in "0123456789"):
-        number = ""
-        while (c := (yield from source.peek())) and c in "0123456789+-.eE":
-            _pass(source, emit)
-            number += c
-        return _NUMBER.fullmatch(number) is not None
-    words, word = (_PYTHON_WORDS if python else _WORDS), ""
-    while c := (yield from source.peek(len(word))):
-        word += c
-        if word in words:  # emitted whole: what it becomes is known at its end
-            source.take(len(word))
-            emit(words[word])
-            return True
-        if not any(known.startswith(word) for known in words):
-            return False
-    emit(source.take(len(word)))
-    return False
-
-
-def _string(source: Characters, emit: Callable[[str], None], python: bool) -> Reads:
-    quote = yield from source.peek()
-    if quote != '"' and not (python and quote == "'"):
-        return False
-    source.at += 1
-    emit('"')
-    while c := (yield from source.peek()):
-        if run := _PLAIN.match(source.text, source.at):
-            emit(source.take(len(run[0])))
-            continue
-        if c == "\\":
-            if not (yield from _escape(source, emit, python)):
-                return False
-            continue
-        source.at += 1
-        if c == quote:
-            emit('"')
-            return True
-        emit(json.dumps(c)[1:-1] if c < " " or c == '"' else c)
-    return False
-
-
-def _escape(source: Characters, emit: Callable[[str], None], python: bool) -> Reads:
-    """An escape, emitted whole; in Python one that is unknown stands for its own characters."""
-    c = yield from source.peek(1)
-    digits = (_HEX_ESCAPES if python else {"u": 4}).get(c, 0)
-    for n in range(digits):
-        digit = yield from source.peek(2 + n)
-        if digit and digit not in _HEX:
-            return False
-    if not python and c and c not in '"\\/bfnrtu':
-        return False
-    written = source.take(2 + digits)
-    if len(written) < 2 + digits:  # the answer ends here
-        emit(written)
-        return False
-    if not python:
-        emit(written)
-    elif digits:
-        code = int(written[2:], 16)
-        emit(json.dumps(chr(code) if code <= 0x10FFFF else written)[1:-1])
-    else:
-        emit(written if c in '"\\bfnrt' else json.dumps(_PYTHON_ESCAPES.get(c, written))[1:-1])
-    return True
-
+from outpace.server.conversation.pieces import CallParser, Reading, Schemas, ToolId
+from outpace.server.conversation.values import Reads, no_constant, string, value
 
 LONGEST_NAME = 64
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG, FUNCTION, FUNCTION_END = "<|python_tag|>", "<function=", "</function>"
-FENCES = ("```tool_call", "```tool_code", "```json")
-FENCE = "```"
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
-ARGUMENTS = frozenset({"arguments", "parameters"})
-OTHERS = frozenset({"type", "id"})  # what a call may say before it is certain to be one
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]")
+NAMES, ARGUMENTS = frozenset({"name", "tool_name"}), frozenset({"arguments", "parameters"})
+OTHERS = frozenset({"type", "id", "tool_call_id"})  # what a call may say before it is certain to be one
 
 
 class ObjectCalls(CallParser):
@@ -239,7 +63,7 @@ class ObjectCalls(CallParser):
             if not (yield from source.literal(":")):
                 return False
             yield from source.spaces()
-            if key == "name" and name is None:
+            if key in NAMES and name is None:
                 names: list[str] = []
                 if not (yield from string(source, names)) or not self._known(names[0]):
                     return False
@@ -297,13 +121,9 @@ class ObjectCalls(CallParser):
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
+        return isinstance(json.loads(text, parse_constant=no_constant), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _ignore(text: str) -> None:
@@ -311,23 +131,29 @@ def _ignore(text: str) -> None:
 
 
 class TaggedCalls(ObjectCalls):
-    """Calls as Hermes and Qwen 3 write them: in ``<tool_call>`` and ``</tool_call>``, which may hold one object,
-    several, or a list of them (SmolLM2)."""
+    """Calls as Hermes, Qwen 3, Granite and Mistral's first models write them: between an opening and a closing mark
+    (none: up to where they end), which may hold one object, several, or a list of them."""
+
+    def __init__(self, tool_id: ToolId, schemas: Schemas, marks: tuple[str, str]) -> None:
+        super().__init__(tool_id, schemas)
+        self.openings, self._end = marks[:1], marks[1]
 
     def _read(self) -> Reading:
-        while (yield from self._until((TOOL_CALL,))):
-            self._settle((yield from self._tagged()), TOOL_CALL_END)
+        while (yield from self._until(self.openings)):
+            self._settle((yield from self._tagged()), self._end)
 
     def _tagged(self) -> Reads:
-        """What follows an opening tag, up to the closing one or the answer's end."""
+        """What follows an opening mark, up to the closing one or the answer's end."""
         source = self._source
         yield from source.spaces()
         while True:
             if not (yield from self._calls_at()):
                 return False
             yield from source.spaces()
-            if (yield from source.peek()) == "<":
-                return (yield from source.literal(TOOL_CALL_END))
+            if not self._end:
+                return True
+            if (yield from source.peek()) == self._end[0]:
+                return (yield from source.literal(self._end))
 
 
 class BareCalls(ObjectCalls):
@@ -378,11 +204,16 @@ class BareCalls(ObjectCalls):
 
 
 class FencedCalls(ObjectCalls):
-    """Calls as Gemma 3 writes them, by what the prompt asked for: JSON objects, or Python calls with keyword arguments.
+    """Calls as Gemma 3 and LFM2 write them, by what the prompt asked for: JSON objects, or Python calls with keyword
+    arguments.
 
-    They stand in a fenced block, or are the whole answer in brackets: without a fence they are looked for only where an
+    They stand between marks, or are the whole answer in brackets: without a mark they are looked for only where an
     answer begins.
     """
+
+    def __init__(self, tool_id: ToolId, schemas: Schemas, openings: tuple[str, ...], end: str) -> None:
+        super().__init__(tool_id, schemas)
+        self.openings, self._end = openings, end
 
     def _read(self) -> Reading:
         source = self._source
@@ -391,8 +222,8 @@ class FencedCalls(ObjectCalls):
         if (c := (yield from source.peek())) and c in "{[":
             yield from self._calls_at()
         self._settle(False)
-        while (yield from self._until(FENCES)):
-            self._settle((yield from self._fenced()), FENCE)
+        while (yield from self._until(self.openings)):
+            self._settle((yield from self._fenced()), self._end)
 
     def _fenced(self) -> Reads:
         source = self._source
@@ -401,8 +232,8 @@ class FencedCalls(ObjectCalls):
             if not (yield from self._calls_at()):
                 return False
             yield from source.spaces()
-            if (yield from source.peek()) == "`":
-                return (yield from source.literal(FENCE))
+            if (yield from source.peek()) == self._end[0]:
+                return (yield from source.literal(self._end))
 
     def _call(self) -> Reads:
         if (yield from self._source.peek()) == "{":
@@ -410,7 +241,7 @@ class FencedCalls(ObjectCalls):
         name = yield from self._name()
         if not (yield from self._source.literal("(")):
             return False
-        if name != "print" or (self._names is not None and name in self._names):
+        if name != "print" or (self._schemas is not None and name in self._schemas):
             return (yield from self._keywords(name))
         yield from self._source.spaces()  # Gemma's own examples print what a call gives
         if not (yield from self._keywords_of_named()):
@@ -427,7 +258,7 @@ class FencedCalls(ObjectCalls):
 
     def _name(self) -> Generator[None, None, str]:
         name = ""
-        while (c := (yield from self._source.peek())) and _NAME.match(c) and len(name) < LONGEST_NAME:
+        while (c := (yield from self._source.peek())) and FUNCTION_NAME.match(c) and len(name) < LONGEST_NAME:
             name += self._source.take()
         return name
 

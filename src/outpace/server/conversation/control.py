@@ -23,8 +23,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Tokenizer, *, allowed: bool) -> None:
         self._tokenizer, self._allowed = tokenizer, allowed
-        spelled = {tokenizer.token(token) or "" for token in tokenizer.special_ids}
-        longest_first = sorted((text for text in spelled if len(text) > 1), key=len, reverse=True)
+        self._ids = {tokenizer.token(token) or "": token for token in tokenizer.special_ids}
+        longest_first = sorted((text for text in self._ids if len(text) > 1), key=len, reverse=True)
         self._spelled = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def marked(self, value: Any) -> Any:
@@ -43,6 +43,10 @@ class ControlTokens:
             return self._tokenizer.encode(prompt, add_special=False, parse_special=True)
         pieces = self._spelled.split(prompt)
         return self._encode_marked("".join((_marked if i % 2 else unmarked)(piece) for i, piece in enumerate(pieces)))
+
+    def spelled_in(self, text: str) -> list[int]:
+        """The control tokens whose spelling ``text`` has."""
+        return sorted({self._ids[found] for found in self._spelled.findall(text)})
 
     @cached_property
     def _encode_marked(self) -> Callable[[str], I32]:

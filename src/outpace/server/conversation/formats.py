@@ -1,52 +1,77 @@
-"""Which format of calls and reasoning a model writes, by its chat template; reasoning taken off an answer."""
+"""Which format of calls and reasoning a model writes, by its chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from outpace.server.conversation import reasoning
 from outpace.server.conversation.calls import BareCalls, FencedCalls, TaggedCalls
-from outpace.server.conversation.pieces import (
-    FIRST,
-    SPACE,
-    Incremental,
-    OutputParser,
-    Piece,
-    Plain,
-    Reading,
-    Thought,
+from outpace.server.conversation.channels import ENDS, ChannelParser
+from outpace.server.conversation.marked import MarkedCalls
+from outpace.server.conversation.pieces import SPACE, CallParser, OutputParser, Piece, Plain, Schemas, ToolId
+from outpace.server.conversation.reasoning import ReasoningParser
+from outpace.server.conversation.spelling import (
+    GEMMA3,
+    GRANITE3,
+    HARMONY,
+    HERMES,
+    LFM2,
+    LLAMA3,
+    SMOLLM2,
+    Spelling,
+    written,
 )
 from outpace.text.chat_template import variables_of
+from outpace.text.grammar import After
 
-THINK, THINK_END = "<think>", "</think>"
-Kind = Literal["llama3", "qwen3", "gemma3", "smollm2", "none"]
+FENCES = ("```tool_call", "```tool_code", "```json")
+HARMONY_THOUGHTS_END = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")  # with anything between
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """What a template says of its model.
 
-    ``kind``: how calls are written; "none": in no way known here. ``takes_tools``: it puts tools and calls into the
-    prompt itself; otherwise messages.py does. ``thinks``: thoughts come before answers; ``may_think``: and a variable
+    ``calls``: how they are written; None: in no way known here. ``takes_tools``: it puts tools into the prompt itself;
+    ``writes_calls``: those, too; otherwise messages.py does. ``as_text``, ``no_content``, ``short_ids``: see
+    ``spelling.Written``. ``thoughts``: what stands around thoughts that come before answers; ``may_think``: a variable
     ``enable_thinking`` says whether.
     """
 
-    kind: Kind
-    takes_tools: bool
-    thinks: bool
-    may_think: bool
+    calls: Spelling | None = None
+    takes_tools: bool = False
+    writes_calls: bool = False
+    as_text: bool = False
+    no_content: bool = False
+    short_ids: bool = False
+    thoughts: tuple[str, str] | None = None
+    may_think: bool = False
+
+    @property
+    def thinks(self) -> bool:
+        return self.thoughts is not None or self.calls is HARMONY
+
+    def marks(self, *, tools: bool) -> str:
+        """All that calls, where there are tools, and reasoning may be marked with."""
+        if self.calls is HARMONY:
+            return "".join((*HARMONY_THOUGHTS_END, HARMONY.marks, *ENDS))
+        return "\n".join((*(self.thoughts or ()), self.calls.marks if tools and self.calls else ""))
 
 
 @lru_cache(maxsize=64)
 def format_of(template: str | None) -> Format:
     """Raises nothing: what cannot be read is of no kind."""
     if template is None:
-        return Format("none", False, False, False)
+        return Format()
     names = variables_of(template)
-    may_think = "enable_thinking" in names
-    return Format(_kind(template), "tools" in names, may_think or THINK_END in template, may_think)
+    takes_tools, may_think = "tools" in names, "enable_thinking" in names
+    thoughts = reasoning.marks_in(template) or (reasoning.MARKS[0] if may_think else None)
+    if "<|channel|>" in template and "<|message|>" in template:
+        return Format(HARMONY, takes_tools, takes_tools)
+    if found := written(template):
+        return Format(found.spelling, takes_tools, True, *found[1:], thoughts, may_think)
+    return Format(_known(template), takes_tools, thoughts=thoughts, may_think=may_think)
 
 
 def parser_for(
@@ -54,67 +79,83 @@ def parser_for(
     *,
     tools: bool,
     reasoning: bool,
-    tool_id: Callable[[int], str],
+    tool_id: ToolId,
     prompt: str = "",
-    names: Collection[str] | None = None,
+    schemas: Schemas = None,
     formatted: bool = False,
 ) -> OutputParser:
     """A parser for one answer.
 
-    ``tools``: look for calls, of ``names`` alone if those are given; ``tool_id``: a call's id from its index.
-    ``formatted``: an answer that is no call has a format that was asked for, such as JSON, whose strings may contain
-    what begins a call elsewhere.
+    ``tools``: look for calls, of functions in ``schemas`` (of their arguments, by name) alone if those are given;
+    ``tool_id``: a call's id from its index. ``formatted``: an answer that is no call has a format that was asked for,
+    such as JSON, whose strings may contain what begins a call elsewhere.
     ``reasoning``: look for thoughts; ``prompt``: the rendered prompt, which may have begun them.
     """
     found = format_of(template)
+    if found.calls is HARMONY:
+        return ChannelParser(tool_id, schemas if tools else {}) if reasoning or tools else Plain()
     answer: OutputParser = Plain()
-    if tools:
-        match found.kind:
-            case "llama3":
-                answer = BareCalls(tool_id, names)
-            case "qwen3" | "smollm2":
-                answer = TaggedCalls(tool_id, names)
-            case "gemma3":
-                answer = FencedCalls(tool_id, names)
-            case "none":
-                pass
-        if formatted and found.kind not in ("llama3", "none"):
-            answer = CallsOrText(answer)
-    if reasoning and found.thinks:
-        return ReasoningParser(answer, opened=thoughts_opened(prompt))
+    if tools and found.calls is not None:
+        calls = _parser(found.calls, tool_id, schemas)
+        answer = CallsOrText(calls) if formatted and calls.openings else calls
+    if reasoning and found.thoughts is not None:
+        return ReasoningParser(answer, found.thoughts, opened=thoughts_opened(template, prompt))
     return answer
 
 
-def thoughts_opened(prompt: str) -> bool:
+def _parser(spelling: Spelling, tool_id: ToolId, schemas: Schemas) -> CallParser:
+    if spelling is GEMMA3:
+        return FencedCalls(tool_id, schemas, FENCES, "```")
+    opening, closing = spelling.begins, spelling.closing + spelling.tail
+    if spelling.kind == "objects":
+        opening, closing = opening[: opening.rindex("{")].strip(), closing.partition("}")[2].strip()
+        marks = opening.removesuffix("[").rstrip(), closing.removeprefix("]").lstrip()
+        return TaggedCalls(tool_id, schemas, marks) if marks[0] else BareCalls(tool_id, schemas)
+    if spelling.kind == "python":
+        return FencedCalls(tool_id, schemas, (opening.rstrip("["),), closing.lstrip(")]"))
+    return MarkedCalls(tool_id, schemas, spelling)
+
+
+def thoughts_opened(template: str | None, prompt: str) -> bool:
     """Whether a rendered prompt ends with the mark that begins thoughts."""
-    return prompt.rstrip().endswith(THINK)
+    marks = format_of(template).thoughts
+    return marks is not None and prompt.rstrip().endswith(marks[0])
 
 
-def thoughts_end(template: str | None, prompt: str) -> str | None:
-    """The text after which an answer proper begins, where thoughts may come first: ``after`` of a grammar."""
-    if not format_of(template).thinks or prompt.rstrip().endswith(THINK_END):
+def thoughts_end(template: str | None, prompt: str, *, calls: bool = False) -> After:
+    """What ends that which comes before an answer proper, or before ``calls`` or an answer: ``after`` of a grammar."""
+    found = format_of(template)
+    if found.calls is HARMONY:
+        *first, last = HARMONY_THOUGHTS_END
+        return (*first, last if calls else last + HARMONY.answer)
+    if found.thoughts is None or prompt.rstrip().endswith(found.thoughts[1]):
         return None
-    return THINK_END
+    return found.thoughts[1]
 
 
-def _kind(template: str) -> Kind:
+def _known(template: str) -> Spelling | None:
+    """How models of a family write calls whose template does not."""
     if "<|start_header_id|>" in template or "<|python_tag|>" in template:
-        return "llama3"
+        return LLAMA3
     if "<start_of_turn>" in template:
-        return "gemma3"
-    if "<parameter=" in template:  # Qwen 3 Coder's calls, which are no JSON
-        return "none"
+        return GEMMA3
+    if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
+        return LFM2
+    if "<parameter=" in template:  # calls that are no JSON, in a way that the template does not show
+        return None
+    if "<|tool_call|>" in template:
+        return GRANITE3
     if "<tool_call>" in template:
-        return "qwen3"
+        return HERMES
     if "<|im_start|>" in template:  # ChatML without tools of its own: Hermes's way was made for it
-        return "smollm2" if "SmolLM" in template else "qwen3"
-    return "none"
+        return SMOLLM2 if "SmolLM" in template else HERMES
+    return None
 
 
 class CallsOrText:
-    """Reads an answer that is calls from its beginning, or text to its end. Calls begin with one of ``FIRST``."""
+    """Reads an answer that is calls from its beginning, or text to its end. Calls begin with a mark."""
 
-    def __init__(self, calls: OutputParser) -> None:
+    def __init__(self, calls: CallParser) -> None:
         self._calls = calls
         self._held = ""
         self._chosen: OutputParser | None = None
@@ -126,72 +167,16 @@ class CallsOrText:
             if not start:
                 self._held = text
                 return []
-            self._chosen = self._calls if start[0] in FIRST else Plain()
+            if not any(opening.startswith(start[: len(opening)]) for opening in self._calls.openings):
+                self._chosen = Plain()
+            elif start.startswith(self._calls.openings):
+                self._chosen = self._calls
+            else:
+                self._held = text
+                return []
         return self._chosen.feed(text)
 
     def finish(self) -> list[Piece]:
         if self._chosen is None:
             return Plain().feed(self._held)
         return self._chosen.finish()
-
-
-class ReasoningParser(Incremental):
-    """Takes the reasoning, text in ``<think>`` and ``</think>``, off an answer's beginning; ``answer`` gets the rest.
-
-    ``opened``: the prompt ends with ``<think>``. Line breaks around the reasoning belong to the format.
-    """
-
-    def __init__(self, answer: OutputParser, *, opened: bool = False) -> None:
-        super().__init__()
-        self._answer, self._opened = answer, opened
-        self._answering = False
-
-    def feed(self, text: str) -> list[Piece]:
-        return self._answer.feed(text) if self._answering else super().feed(text)
-
-    def finish(self) -> list[Piece]:
-        return [*([] if self._answering else super().finish()), *self._answer.finish()]
-
-    def _read(self) -> Reading:
-        source = self._source
-        self._mark = 0
-        yield from source.spaces()
-        found = yield from source.literal(THINK)
-        if found or self._opened:
-            if found:
-                self._mark = source.at
-            yield from self._thoughts()
-            self._mark = source.at
-            yield from source.spaces("\n")
-            self._mark = source.at
-        self._answering = True
-        assert self._mark is not None
-        self._flush()
-        self._pieces += self._answer.feed(source.text[self._mark :])
-        source.at = len(source.text)
-
-    def _thoughts(self) -> Reading:
-        """From ``_mark`` up to the closing tag, which is passed over, or the answer's end."""
-        source, begun = self._source, False
-        while True:
-            assert self._mark is not None
-            text = source.text
-            end = text.find(THINK_END, self._mark)
-            stop = end if end >= 0 else len(text)
-            if end < 0 and not source.ended:
-                n = next((n for n in range(len(THINK_END) - 1, 0, -1) if text.endswith(THINK_END[:n], self._mark)), 0)
-                stop -= n
-            shown = text[self._mark : stop]
-            if not begun:
-                self._mark += len(shown) - len(shown.lstrip("\n"))
-                shown = shown.lstrip("\n")
-            if end >= 0 or not source.ended:
-                shown = shown.rstrip("\n")
-            if shown:
-                begun = True
-                self._say(Thought, shown)
-                self._mark += len(shown)
-            source.at = end + len(THINK_END) if end >= 0 else len(text)
-            if end >= 0 or source.ended:
-                return
-            yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,7 +14,7 @@ from pydantic import Field
 from outpace.errors import Argument, ParameterError
 from outpace.server.conversation.formats import Format, format_of
 from outpace.server.conversation.pieces import json_object
-from outpace.server.conversation.tools import ToolChoice, calls_text, choice_name, instructions, result_text
+from outpace.server.conversation.tools import ToolChoice, choice_name, instructions, result_text
 from outpace.server.schema import Body, Items, only
 
 
@@ -94,20 +96,20 @@ def conversation(
     """
     found = format_of(template)
     offered = list(tools) if choice != "none" else []
-    if offered and found.kind == "none":
+    if offered and found.calls is None:
         raise ParameterError(
             Argument("tools"),
             " cannot be offered: this model's chat template writes calls in no way that is known; leave them out",
         )
     choice_name(choice, offered)
     plain = _plain(messages)
-    if found.kind == "llama3" and found.takes_tools:
-        plain = _one_call_each(plain)
+    if found.writes_calls:
+        plain = _as_written(plain, found)
+    else:
+        plain = _in_text(plain, found)
     if found.takes_tools:
         return Conversation(plain, [_complete(tool) for tool in offered] or None)
-    if offered or any("tool_calls" in m or m["role"] == "tool" for m in plain):
-        plain = _in_text(plain, found, offered)
-    return Conversation(plain)
+    return Conversation(_listed(plain, found, offered) if offered else plain)
 
 
 def _complete(tool: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +168,38 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def _as_written(messages: list[dict[str, Any]], form: Format) -> list[dict[str, Any]]:
+    """Messages with calls as this template takes them."""
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if calls and form.calls is None:
+            raise _unwritten()
+        if calls and form.no_content and not message["content"]:
+            message["content"] = None
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            if form.as_text and not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            if form.short_ids:
+                call["id"] = _short(call["id"])
+        if form.short_ids and "tool_call_id" in message:
+            message["tool_call_id"] = _short(message["tool_call_id"])
+    return _one_call_each(messages) if form.calls is not None and form.calls.single else messages
+
+
+def _short(id_: str) -> str:
+    """As Mistral's templates want them: nine letters or digits."""
+    return hashlib.sha256(id_.encode()).hexdigest()[:9]
+
+
+def _unwritten() -> ParameterError:
+    return ParameterError(
+        Argument("messages"), " hold tool calls, which this model's chat template cannot write: drop them"
+    )
+
+
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Llama 3's template takes one call a message: each gets its own, its result right after it."""
+    """Some templates (Llama 3, gpt-oss) take one call a message: each gets its own, its result right after it."""
     found: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         calls = message.get("tool_calls", [])
@@ -180,29 +212,33 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _in_text(messages: list[dict[str, Any]], form: Format, tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Tools in the system message, calls in the assistant's text, results in messages of the user."""
+def _in_text(messages: list[dict[str, Any]], form: Format) -> list[dict[str, Any]]:
+    """Calls in the assistant's text; results in messages of the user, where the template knows no tools."""
     found: list[dict[str, Any]] = []
     results = False  # whether the last message holds results
     for message in messages:
-        text, role = message["content"], message["role"]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
         if calls := message.get("tool_calls"):
-            if form.kind == "none":
-                raise ParameterError(
-                    Argument("messages"), " hold tool calls, which this model's chat template cannot write: drop them"
-                )
-            text = "\n".join(part for part in (text, calls_text(form.kind, calls)) if part)
-        if role == "tool":
-            role, text = "user", result_text(text)
-        if role == "user" and results:  # templates want turns to alternate
-            found[-1]["content"] += "\n" + text
+            if form.calls is None:
+                raise _unwritten()
+            plain["content"] = "\n".join(part for part in (message["content"], form.calls.write(calls)) if part)
+        is_result = message["role"] == "tool" and not form.takes_tools
+        if is_result:
+            plain = {"role": "user", "content": result_text(message["content"])}
+        if plain["role"] == "user" and results:  # templates want turns to alternate
+            found[-1]["content"] += "\n" + plain["content"]
         else:
-            found.append({"role": role, "content": text})
-        results = message["role"] == "tool" or (role == "user" and results)
-    if tools:
-        listed = instructions(form.kind, tools)
-        if found[0]["role"] == "system":
-            found[0]["content"] = "\n\n".join(part for part in (found[0]["content"], listed) if part)
-        else:
-            found.insert(0, {"role": "system", "content": listed})
+            found.append(plain)
+        results = is_result or (plain["role"] == "user" and results)
     return found
+
+
+def _listed(messages: list[dict[str, Any]], form: Format, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """``messages`` with the tools in the system message."""
+    assert form.calls is not None
+    listed = instructions(form.calls, tools)
+    first = messages[0]
+    if first["role"] == "system":
+        text = "\n\n".join(part for part in (first["content"], listed) if part)
+        return [{**first, "content": text}, *messages[1:]]
+    return [{"role": "system", "content": listed}, *messages]

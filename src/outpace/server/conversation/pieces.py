@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Reading = Generator[None, None, None]  # waits for text at every yield
 SPACE = " \t\r\n"
 WIDEST_GAP = 64  # characters of white space that may belong to a format; of more, the first are text
-FIRST = "<`"  # what begins the marks of every format
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,8 @@ class ToolArguments:
 Piece = Text | Thought | ToolStart | ToolArguments
 
 
+ToolId = Callable[[int], str]
+Schemas = Mapping[str, Any] | None
 What = type[Text] | type[Thought] | int  # the last: arguments of this call
 
 
@@ -291,18 +292,21 @@ class Incremental(ABC):
 class CallParser(Incremental):
     """What the formats of calls share: text between calls, and calls that turn out to be text.
 
-    ``tool_id``: a call's id from its index. ``names``: the tools there are; a call of another stays text. None: any.
+    ``tool_id``: a call's id from its index. ``schemas``: of the arguments of the tools there are, by name; a call of
+    another stays text. None: any. ``openings``: what begins calls within a text.
     White space between text and a call, between calls, and after the last one belongs to the format.
     """
 
-    def __init__(self, tool_id: Callable[[int], str], names: Collection[str] | None = None) -> None:
+    openings: tuple[str, ...] = ()
+
+    def __init__(self, tool_id: ToolId, schemas: Schemas = None) -> None:
         super().__init__()
-        self._tool_id, self._names = tool_id, names
+        self._tool_id, self._schemas = tool_id, schemas
         self._calls = 0
         self._after_call = False  # nothing but white space since
 
     def _known(self, name: str) -> bool:
-        return bool(name) and (self._names is None or name in self._names)
+        return bool(name) and (self._schemas is None or name in self._schemas)
 
     def _start(self, name: str) -> None:
         """A call is certain."""
@@ -341,7 +345,7 @@ class CallParser(Incremental):
             hits = [(at, o) for o in openings if (at := text.find(o, self._mark)) >= 0]
             end, opening = min(hits, default=(len(text), ""))
             if not opening and not source.ended:
-                end -= _beginning(text, self._mark, openings)
+                end -= beginning(text, self._mark, openings)
             begin = self._mark
             shown = max(begin + len(text[begin:end].rstrip(SPACE)), end - WIDEST_GAP)
             if shown > begin:
@@ -359,9 +363,9 @@ class CallParser(Incremental):
             yield
 
 
-def _beginning(text: str, start: int, openings: tuple[str, ...]) -> int:
+def beginning(text: str, start: int, openings: tuple[str, ...]) -> int:
     """Length of the longest end of ``text``, from ``start`` on, that begins one of ``openings``."""
     for n in range(min(max(map(len, openings)) - 1, len(text) - start), 0, -1):
-        if text[-n] in FIRST and any(opening.startswith(text[-n:]) for opening in openings):
+        if any(opening.startswith(text[-n:]) for opening in openings):
             return n
     return 0

@@ -245,7 +245,10 @@ class Generation:
         """How a choice's tokens become text, but for its stop strings."""
         work = self.work
         prompt = work.prompts[index // work.params.n]
-        return TextReader(self.model.tokenizer, skip_special=work.params.skip_special_tokens, after=prompt)
+        return TextReader(
+            self.model.tokenizer, skip_special=work.params.skip_special_tokens,
+            shown=work.options.get("shown_tokens", ()), after=prompt,
+        )  # fmt: skip
 
     @property
     def left(self) -> int:

@@ -90,7 +90,7 @@ class Served:
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles grammars for this model's tokens, made when the first is asked for."""
-        return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids, close=self.close_schemas)
+        return Grammars(self.tokenizer, self.info.vocab_size, self.info.eos_ids, close=self.close_schemas, loose=True)
 
     @cached_property
     def most_characters(self) -> int:

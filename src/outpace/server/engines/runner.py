@@ -162,7 +162,9 @@ class Connection(H11Protocol):
         self._look()
 
     def drop(self) -> None:
-        """Close it at once, and free its place."""
+        """Close it at once, and free its place. One that never asked is told why, whatever it was about to ask."""
+        if self.cycle is None:
+            self.transport.write(_FULL)
         self.transport.abort()
         self._counted = False
         self._connections.leave(self)

@@ -26,6 +26,11 @@ class Shares:
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by key, the one whose turn is next first
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a place."""
+        return any(not each.done() for waiting in self._waiting.values() for each in waiting)
+
     async def take(self) -> Callable[[], None]:
         """Wait for a place of the key in ``KEY``; what gives it back, called once."""
         key, coming = KEY.get(), asyncio.get_running_loop().create_future()
