@@ -81,7 +81,10 @@ def answers(model: Model, drafter: Drafter | None, params: SamplingParams, **opt
         for i, prompt in enumerate(PROMPTS):
             engine.add(prompt, params.with_(seed=i))
         found = list(finished(engine).values())
-    assert not any(result.notes for result in found)
+    notes = {note for result in found for note in result.notes}
+    assert not [note for note in notes if "likely made for another model" not in note], (
+        notes
+    )  # random weights draft badly
     return found
 
 
