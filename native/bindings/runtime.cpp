@@ -92,7 +92,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
             {"head_dim", &Config::head_dim}, {"ffn", &Config::ffn}, {"max_length", &Config::max_length}, {"outputs", &Config::outputs}});
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
-            {"residual_scale", &Config::residual_scale}});
+            {"residual_scale", &Config::residual_scale}, {"score_cap", &Config::score_cap}, {"logit_cap", &Config::logit_cap}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu")
         throw std::invalid_argument("unknown activation '" + activation + "'");

@@ -84,6 +84,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     job.type = m_.kv_.shape().type;
     job.part_stride = padded + 16;
     job.sinks = !l.sinks.empty();
+    job.cap = c_.score_cap;
     const int jobs = static_cast<int>(m_.jobs_.size());
     for (int j = next.fetch_add(1, std::memory_order_relaxed), after; j < jobs; j = after) {
         after = next.fetch_add(1, std::memory_order_relaxed);

@@ -176,6 +176,7 @@ void Model::Run::forward(Seat& me) {
             k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, from, to, y, result_.stride_);
             const int begin = from * kRows, end = std::min(to * kRows, c_.outputs);
             for (int i = 0; begin < end && i < wanted; ++i) {
+                if (c_.logit_cap > 0.0f) k_.cap(y + static_cast<size_t>(i) * stride + begin, (to - from) * kRows, c_.logit_cap);
                 Best found = k_.argmax(y + static_cast<size_t>(i) * stride + begin, end - begin);
                 found.index += begin;
                 keep_better(bests[i], found);

@@ -77,6 +77,7 @@ struct Config {
     Activation activation;
     int max_length;
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
+    float score_cap = 0.0f, logit_cap = 0.0f;  // that scores and logits are kept within, softly; 0: they are not
     float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
 };
 

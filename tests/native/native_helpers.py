@@ -118,8 +118,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     out.add_value_length(s["head_dim"])
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10000.0)
-    if architecture in ("gemma3", "phi3", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         out.add_sliding_window(s.get("window", 512))
+    if architecture == "gemma2":  # near enough for both halves of tanh
+        out.add_attn_logit_softcapping(0.5)
+        out.add_final_logit_softcapping(1.5)
 
     if s.get("tokenizer"):
         alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256)))]

@@ -157,6 +157,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_key_head_dim": 48, "linear_value_head_dim": 96, "linear_num_key_heads": 1,
         "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True,
     }),
+    "gemma2": ("Gemma2", {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 50,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+    }),
     "gemma3": ("Gemma3", {
         "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
         "rope_parameters": {
@@ -178,7 +182,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
         for parameter_name, parameter in model.named_parameters():  # nothing at its resting value
             spread = 0.3 if parameter.dim() == 1 else 0.15
             parameter.add_(torch.randn_like(parameter) * spread)
-            if "norm" in parameter_name and family != "Gemma3":
+            if "norm" in parameter_name and family not in ("Gemma2", "Gemma3"):
                 parameter.abs_()
         for buffer_name, buffer in model.named_buffers():
             if "e_score_correction_bias" in buffer_name or "expert_bias" in buffer_name:
@@ -374,7 +378,7 @@ FOLDERS_ALONE = (
 def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Bit for bit: a converter's names, order of rows and metadata describe the same model."""
     family, extra = FAMILIES[name]
-    same = {"query_pre_attn_scalar": 32} if family == "Gemma3" else {}  # the format does not say it
+    same = {"query_pre_attn_scalar": 32} if family in ("Gemma2", "Gemma3") else {}  # the format does not say it
     model = saved(name, tmp_path, **same)
     frequencies = None
     if extra.get("rope_parameters") == LLAMA3:

@@ -51,7 +51,7 @@ def test_threads(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("architecture", [family.gguf for family in FAMILIES if family.gguf])
 def test_families(architecture: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Width, chunking, threads and batches, in layers that see a window and in those that see all."""
-    sizes = {"layers": 7, "window": 9} if architecture in ("gemma3", "phi3", "gpt-oss") else {}
+    sizes = {"layers": 7, "window": 9} if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss") else {}
     tokens, other = rng.integers(0, 100, 90).astype(np.int32), rng.integers(0, 100, 30).astype(np.int32)
     results = []
     for threads in (1, 2):

@@ -110,6 +110,8 @@ class Decoder:
     embedding_scale: float
     residual_scale: float  # of what a branch adds
     logit_divisor: float
+    score_cap: float  # that scores are kept within, softly; 0: they are not
+    logit_cap: float
     max_length: int
     ropes: tuple[Rope, ...]
     layer_rope: tuple[int, ...]  # which table, by layer; -1: none
@@ -336,6 +338,11 @@ def _decoder(
         key = KEYS[name][spelling]
         return default if spelling == _GGUF and facts.get(key) == 0 else facts.number(key, default)
 
+    def cap(name: str) -> float:
+        key, absent = KEYS[name][spelling], family.caps.get(name, 0.0) if spelling == _GGUF else 0.0
+        off = name not in family.caps or facts.get(key, absent) == 0
+        return 0.0 if off else facts.number(key, absent)
+
     hidden, heads = whole("hidden"), whole("heads")
     kv_heads = whole("kv_heads", heads)
     if heads % kv_heads or head_dim % 2:
@@ -354,6 +361,8 @@ def _decoder(
         embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
         residual_scale=factor("residual_scale", 1.0),
         logit_divisor=factor("logit_divisor", 1.0),
+        score_cap=cap("score_cap"),
+        logit_cap=cap("logit_cap"),
         max_length=whole("max_length"),
         ropes=tuple(ropes),
         layer_rope=tuple(table if turns else -1 for table, turns in zip(tables, rotated, strict=True)),
@@ -558,7 +567,7 @@ def _gguf_windows(facts: Facts, family: Family, layers: int) -> list[int]:
     rule = family.windows
     if rule is None or rule.flag is not None:
         return [0] * layers
-    window = facts.whole(KEYS["window"][_GGUF], 0, least=0)
+    window = facts.whole(KEYS["window"][_GGUF], rule.gguf_size, least=0)
     if rule.every or window == 0:
         return [window] * layers
     pattern = facts.get(KEYS["full_every"][_GGUF])

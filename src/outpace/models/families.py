@@ -43,6 +43,8 @@ KEYS: Names = {
     "embedding_scale": ("embedding_scale", "embedding_multiplier"),
     "residual_scale": ("residual_scale", "residual_multiplier"),
     "logit_divisor": ("logit_scale", "logits_scaling"),
+    "score_cap": ("attn_logit_softcapping", "attn_logit_softcapping"),
+    "logit_cap": ("final_logit_softcapping", "final_logit_softcapping"),
 }
 
 SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logit_divisor")  # of ``KEYS``
@@ -88,6 +90,7 @@ class Windows:
     first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
     unrotated: bool = False  # where it does not say, layers without rotation have one
     every_other_below: str | None = None  # a key: where it does not say, every other layer before that one, from 0 on
+    gguf_size: int = 0  # where a GGUF file does not say it; 0: there are none then
 
 
 _EXPERTS: Mapping[str, Places] = {
@@ -235,6 +238,9 @@ class Family:
     biases: tuple[str, ...] = BIASES  # that a folder's model may have; GGUF files have any of ``BIASES``
     bias_flag: str | None = "attention_bias"  # the key of config.json without which there are none; None: always
     scales: tuple[str, ...] = ()  # those of ``SCALES`` that its files may give
+    # "score_cap", "logit_cap": what its files may keep within a bound, softly, and the bound of a file that says none.
+    caps: Mapping[str, float] = field(default_factory=dict)
+    modules: bool = False  # the Transformers backend runs transformers' modules and reads GGUF files as those say
     width_scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
     query_scalar: bool = False  # config.json has query_pre_attn_scalar^-0.5 for head_dim^-0.5
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
@@ -394,6 +400,22 @@ FAMILIES = (
         },
         aliases={
             "norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings",
+        },
+    ),
+    Family(
+        "gemma2", "Gemma2ForCausalLM", "gemma2",
+        {
+            **_LAYER, **_NORMS_AFTER,
+            "attn_norm": ("attn_norm", "input_layernorm"), "ffn_norm": ("ffn_norm", "pre_feedforward_layernorm"),
+        },
+        "gemma2", windows=Windows(full_every=2, full_every_key=False, gguf_size=4096), norm_offset=1.0,
+        activation="gelu_tanh", activation_key="hidden_activation", width_scales_embedding=True, query_scalar=True,
+        wide_scalar_layers=46, caps={"score_cap": 50.0, "logit_cap": 30.0}, modules=True,
+        absent={
+            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
         },
     ),
     Family(

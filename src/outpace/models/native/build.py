@@ -209,6 +209,8 @@ class _Parts:
             "attention_scale": model.attention_scale,
             "embedding_scale": model.embedding_scale,
             "residual_scale": model.residual_scale,
+            "score_cap": model.score_cap,
+            "logit_cap": model.logit_cap,
             "activation": model.family.activation,
             "max_length": longest,
         }

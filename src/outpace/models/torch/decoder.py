@@ -231,6 +231,7 @@ def described(module: Any) -> bool:
     config = module.config
     if (
         family is None
+        or family.modules
         or family.mixture is not None
         or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
     ):

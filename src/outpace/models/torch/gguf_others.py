@@ -74,7 +74,7 @@ def _known(gguf: GGUFFile) -> Facts:
 def architectures(supported: Iterable[str]) -> set[str]:
     """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
     files = {name: architecture for architecture, name in _TYPES.items()}
-    own = {family.gguf for family in FAMILIES if family.gguf is not None and family.recurrent is None}
+    own = {each.gguf for each in FAMILIES if each.gguf is not None and each.recurrent is None and not each.modules}
     return own | {files.get(name, name) for name in supported if name not in (*_NO_DECODERS, *_OURS)} - RECURRENT
 
 
