@@ -20,7 +20,7 @@ enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float sca
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
-constexpr int kMaxHead = 256;    // largest head, padded to 16
+constexpr int kMaxHead = 512;    // largest head, padded to 16
 constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
 constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }

@@ -1,5 +1,6 @@
 #include "model/weights.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,6 +33,11 @@ void fits(const Experts& e, const Config& c) {
     fits(e.gate_bias, inner, false, "experts' gate bias");
     fits(e.up_bias, inner, false, "experts' up bias");
     fits(e.down_bias, e.count * c.hidden, false, "experts' down bias");
+    fits(e.expert_scale, e.count, false, "experts' scales");
+    const bool normed = !e.norm.empty();
+    for (const std::vector<float>* norm : {&e.router_norm, &e.norm, &e.post_norm, &e.shared_post_norm})
+        fits(*norm, c.hidden, normed, "a mixture's norm");
+    if (normed && e.shared == 0) throw std::invalid_argument("a mixture with norms has no shared expert");
 }
 
 void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config& c) {
@@ -62,20 +68,35 @@ void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const C
     fits(conv.convolution, conv.taps * c.hidden, true, "a convolution");
 }
 
+void fits_heads(const Weights& w, const Layer& l, int index) {
+    const Config& c = w.config;
+    if (l.recurs()) return;
+    if (l.kv_heads <= 0 || c.heads % l.kv_heads != 0 || c.heads / l.kv_heads > kMaxQueries || l.head_dim <= 0 || l.head_dim % 2 != 0 ||
+        round_up(l.head_dim, 16) > kMaxHead)
+        throw std::invalid_argument("a layer's heads do not fit together");
+    if (!l.v.data && l.shares < 0 && static_cast<int>(l.k_norm.size()) > l.head_dim)
+        throw std::invalid_argument("a layer whose values are made of its keys' product can have no norm over all of its keys");
+    if (l.shares < 0) return;
+    const bool there = l.shares < index && !l.k.data && !l.v.data;
+    const Layer* from = there ? &w.layers[static_cast<size_t>(l.shares)] : nullptr;
+    if (!from || from->recurs() || from->shares >= 0 || from->kv_heads != l.kv_heads || from->head_dim != l.head_dim)
+        throw std::invalid_argument("a layer reads keys and values that do not fit it");
+}
+
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() ||
-        c.heads / c.kv_heads > kMaxQueries || round_up(c.head_dim, 16) > kMaxHead)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries)
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
     fits(w.head, c.outputs, c.hidden, "the output head");
     fits(w.final_norm, c.hidden, true, "the final norm");
-    const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
     const DeltaNet* recurrent = nullptr;
     const ShortConv* convolved = nullptr;
     bool attends = false;
     for (const Layer& l : w.layers) {
+        const int index = static_cast<int>(&l - w.layers.data()), d = l.head_dim, q = c.heads * d, kv = l.kv_heads * d;
+        fits_heads(w, l, index);
         const int read = l.embed_norm.empty() || l.join.data ? c.hidden : 2 * c.hidden;
         if (l.join.data) fits(l.join, c.hidden, 2 * c.hidden, "the matrix of an embedding and features");
         fits(l.features_norm, c.hidden, l.join.data != nullptr, "a norm of features");
@@ -88,14 +109,14 @@ void check(const Weights& w) {
         } else {
             attends = true;
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
-            fits(l.k, kv, read, "a key matrix");
-            fits(l.v, kv, read, "a value matrix");
+            if (l.shares < 0) fits(l.k, kv, read, "a key matrix");
+            if (l.v.data) fits(l.v, kv, read, "a value matrix");
             fits(l.o, c.hidden, q, "an attention output matrix");
         }
-        if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > c.head_dim || c.head_dim % 16 != 0))
+        if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > d || d % 16 != 0))
             throw std::invalid_argument("a layer whose heads are gated can have no bias and no norm over all of its queries");
         const Experts& e = l.experts;
-        if (const int inner = e.count > 0 ? e.shared : c.ffn; inner > 0) {
+        if (const int inner = e.count > 0 ? e.shared : l.gate.data ? l.gate.rows : c.ffn; inner > 0) {
             fits(l.gate, inner, c.hidden, "a gate matrix");
             fits(l.up, inner, c.hidden, "an up matrix");
             fits(l.down, c.hidden, inner, "a down matrix");
@@ -107,8 +128,9 @@ void check(const Weights& w) {
         fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
-        fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : c.head_dim, false, "a query norm");
-        fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : c.head_dim, false, "a key norm");
+        fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : d, false, "a query norm");
+        fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : d, false, "a key norm");
+        fits(l.v_norm, d, false, "a value norm");
         fits(l.q_bias, q, false, "a query bias");
         fits(l.k_bias, kv, false, "a key bias");
         fits(l.v_bias, kv, false, "a value bias");
@@ -118,32 +140,54 @@ void check(const Weights& w) {
             throw std::invalid_argument("only the first layer can read embeddings beside features");
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
+        if (l.rope >= 0 && static_cast<int>(w.ropes[static_cast<size_t>(l.rope)].frequencies.size()) * 2 > d)
+            throw std::invalid_argument("a rope table does not fit the head size");
+        if (w.inputs.width > 0) {
+            fits(l.input.gate, w.inputs.width, c.hidden, "the gate of a layer's inputs");
+            fits(l.input.project, c.hidden, w.inputs.width, "the projection of a layer's inputs");
+            fits(l.input.norm, c.hidden, true, "the norm of a layer's inputs");
+        }
+    }
+    if (w.inputs.width > 0) {
+        const int all = static_cast<int>(w.layers.size()) * w.inputs.width;
+        fits(w.inputs.table, std::max(c.vocab, w.inputs.table.rows), all, "the table of layers' inputs");
+        fits(w.inputs.project, all, c.hidden, "the projection to layers' inputs");
+        fits(w.inputs.norm, w.inputs.width, true, "the norm of layers' inputs");
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
     if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
     for (const auto& [frequencies, scale] : w.ropes)
-        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0))
-            throw std::invalid_argument("a rope table does not fit the head size");
+        if (frequencies.empty() || !(scale > 0)) throw std::invalid_argument("a rope table has no frequencies or no scale");
+}
+
+// With the model's heads where a layer does not say its own.
+std::vector<Layer> completed(std::vector<Layer> layers, const Config& c) {
+    for (Layer& l : layers) {
+        if (l.kv_heads == 0) l.kv_heads = c.kv_heads;
+        if (l.head_dim == 0) l.head_dim = c.head_dim;
+    }
+    return layers;
 }
 
 }  // namespace
 
 Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, Matrix head_, std::vector<float> final_norm_,
-    std::vector<RopeTable> ropes_)
+    std::vector<RopeTable> ropes_, LayerInputs inputs_)
     : config(config_),
-      layers(std::move(layers_)),
+      layers(completed(std::move(layers_), config_)),
       embedding(std::move(embedding_)),
       head(std::move(head_)),
       final_norm(std::move(final_norm_)),
-      ropes(std::move(ropes_)) {
+      ropes(std::move(ropes_)),
+      inputs(std::move(inputs_)) {
     check(*this);
 }
 
 size_t Weights::bytes() const {
-    size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
+    size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0) + inputs.table.bytes() + inputs.project.bytes();
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate, &l.input.project})
             bytes += m->bytes();
     return bytes;
 }

@@ -19,15 +19,26 @@ struct MemoryLimit : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Layers may differ in their heads; a block has them one after the other.
 struct KVShape {
-    int layers, heads, dim;
+    struct Layer {
+        int heads, dim;
+        size_t first;  // where its keys begin in a block
+        int dim_padded() const { return round_up(dim, 16); }
+    };
     KVType type;
-    int dim_padded() const { return round_up(dim, 16); }
-    // Bytes of one layer's and head's keys (or values) in a block.
-    size_t part() const { return part_bytes(type, dim_padded()); }
-    size_t keys(int layer, int head) const { return (static_cast<size_t>(layer) * heads + head) * 2 * part(); }
-    size_t values(int layer, int head) const { return keys(layer, head) + part(); }
-    size_t block() const { return static_cast<size_t>(layers) * heads * 2 * part(); }
+    std::vector<Layer> layers = {};
+
+    void add(int heads, int dim) { layers.push_back({heads, dim, block()}); }
+    const Layer& operator[](int layer) const { return layers[static_cast<size_t>(layer)]; }
+    // Bytes of one head's keys (or values) in a block.
+    size_t part(int layer) const { return part_bytes(type, (*this)[layer].dim_padded()); }
+    size_t keys(int layer, int head) const { return (*this)[layer].first + static_cast<size_t>(head) * 2 * part(layer); }
+    size_t values(int layer, int head) const { return keys(layer, head) + part(layer); }
+    size_t block() const {
+        const int last = static_cast<int>(layers.size()) - 1;
+        return last < 0 ? 0 : keys(last, layers.back().heads);
+    }
 };
 
 // Rows take blocks as they grow and share them by reference: a row that is to write into a block which others have too

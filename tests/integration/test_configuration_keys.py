@@ -36,6 +36,11 @@ MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 11, "sliding_window": 9, "attn_logit_softcapping": 3.0,
                "final_logit_softcapping": 5.0, "tie_word_embeddings": True},
+    "gemma4": {"sliding_window": 9, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+               "num_hidden_layers": 8, "num_kv_shared_layers": 2, "final_logit_softcapping": 5.0,
+               "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 90,
+               "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+               "tie_word_embeddings": True},
     "gemma3": {"query_pre_attn_scalar": 11, "sliding_window": 9, "sliding_window_pattern": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                 "logits_scaling": 2.0},
@@ -99,7 +104,11 @@ OTHER: dict[str, list[Any]] = {  # values for fields whose own value does not sa
     "full_attn_idxs": [[0, 2]],
     "mlp_only_layers": [[1], [0, 2]], "moe_layer_end_index": [-1, 2], "num_nextn_predict_layers": [0, 2],
     "n_group": [2], "topk_group": [2], "swiglu_limit": [0.5], "num_experts_per_tok": [1, 3], "moe_k": [1, 3],
-    "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
+    "per_layer_config": [
+        {"5": {"head_dim": 16, "num_key_value_heads": 1}, "7": {"head_dim": 16, "num_key_value_heads": 2}},
+        {"5": {"head_dim": 16}, "7": {"head_dim": 16}}, {"1": {"intermediate_size": 20}}, {},
+    ],
+    "top_k_experts": [1, 3], "qk_layernorm": [True], "position_embedding_type": ["nope"], "time_step_limit": [],
 }  # fmt: skip
 
 
@@ -140,6 +149,10 @@ def written(family: Family, folder: Path, sparse: bool) -> dict[str, Any]:
     fields = {**config.to_dict(), **json.loads((folder / "config.json").read_text())}
     if not sparse:
         return fields
+    if family.varied:  # as published ones have it
+        more = MORE[family.name]
+        fields |= {key: more[key] for key in ("global_head_dim", "num_global_key_value_heads")}
+        del fields["per_layer_config"]
     if family.windows is not None and family.windows.flag is not None:
         fields |= {family.windows.flag: True, "sliding_window": 6, "max_window_layers": 2}
     return {key: value for key, value in fields.items() if key not in ("layer_types", "no_rope_layers")}

@@ -34,6 +34,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 120,
+    "sliding_window": 12, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 5.0,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -168,14 +173,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
+    "gemma4": ("Gemma4", GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4-wide": ("Gemma4", GEMMA4 | {"global_head_dim": 272, "attention_bias": True, "attention_k_eq_v": True}),
+    "gemma4-inputs": ("Gemma4", GEMMA4 | {
+        "hidden_size_per_layer_input": 24, "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4-experts": ("Gemma4", GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    }),
 }  # fmt: skip
 
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     family, extra = FAMILIES[name]
-    config_class = getattr(
-        transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
-    )
+    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    config_class = getattr(transformers, f"{family}{text}Config")
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra | changes)))
     with torch.no_grad():
@@ -185,6 +199,8 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
             if "norm" in parameter_name and family not in ("Gemma2", "Gemma3"):
                 parameter.abs_()
         for buffer_name, buffer in model.named_buffers():
+            if "layer_scalar" in buffer_name:
+                buffer.add_(torch.rand_like(buffer))
             if "e_score_correction_bias" in buffer_name or "expert_bias" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder)
@@ -304,6 +320,7 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_head
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
+    "Gemma4": {"text_config": COMMON | GEMMA4 | {"pad_token_id": 0}, "vision_config": VISION | {"head_dim": 16}},
     "Mistral3": {
         "text_config": COMMON | {"model_type": "mistral", "head_dim": 16},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
@@ -471,7 +488,7 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "gemma4"])
 def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
@@ -481,4 +498,17 @@ def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
             info.weight_bytes,
             info.kv_bytes_per_position,
         )
+        assert model.kv.bytes_for(64) == 64 * info.kv_bytes_per_position
         model.close()
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-inputs"])
+def test_layers_that_share_keys_store_none(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    with torch.inference_mode():
+        layers = theirs(torch.arange(5)[None], use_cache=True).past_key_values.layers
+    parts = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
+    numbers = sum(part.numel() for part in parts) // 5
+    _, per_position = estimate(tmp_path, dtype="float32", kv_dtype="float32")
+    ours = load_native(tmp_path, dtype="float32", kv_dtype="float32")
+    assert per_position == ours.info.kv_bytes_per_position == ours.kv.bytes_for(64) // 64 == 4 * numbers

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outpace.models import families, metadata, rope
+from outpace.models import families, layer_shapes, metadata, rope
 from outpace.models.families import BIASES, KEYS, OUTER, Family, Mixture
+from outpace.models.layer_shapes import LayerShape
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -102,9 +103,7 @@ class Decoder:
     vocab: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
+    by_layer: tuple[LayerShape, ...]  # by layer
     eps: float
     attention_scale: float
     embedding_scale: float
@@ -122,6 +121,8 @@ class Decoder:
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
     recurrence: DeltaNet | ShortConv | None = None
     recurrent: tuple[bool, ...] = ()  # which layers are such; empty: none
+    input_width: int = 0  # of tokens' inputs for each layer; 0: there are none
+    input_vocab: int = 0  # rows of their table
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
@@ -129,6 +130,19 @@ class Decoder:
     @property
     def layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def kv_heads(self) -> int:
+        """Of the first layer, as are the next two."""
+        return self.by_layer[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.by_layer[0].head_dim
+
+    @property
+    def inner(self) -> int:
+        return self.by_layer[0].inner
 
     @property
     def limit(self) -> int:
@@ -143,16 +157,19 @@ class Decoder:
         """What a layer has in the place of attention; None: it attends."""
         return self.recurrence if layer < len(self.recurrent) and self.recurrent[layer] else None
 
-    @property
-    def attends(self) -> int:
-        """How many layers have keys and values."""
-        return self.layers - sum(self.recurrent)
+    def shape(self, layer: int) -> LayerShape:
+        """Of a layer; of one behind the last, the first one's."""
+        return self.by_layer[layer if layer < self.layers else 0]
+
+    def stores(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return self.state(layer) is None and self.by_layer[layer].shares < 0
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
-        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
-        experts = self.mixture(layer)
-        inner = self.inner if experts is None else experts.shared
+        own, hidden, experts = self.shape(layer), self.hidden, self.mixture(layer)
+        q, kv = self.heads * own.head_dim, own.kv_heads * own.head_dim
+        inner = own.inner if experts is None else experts.shared
         if isinstance(net := self.state(layer), ShortConv):
             found = {"in": (3 * hidden, hidden), "o": (hidden, hidden)}
         elif net is not None:
@@ -162,7 +179,11 @@ class Decoder:
             }  # fmt: skip
         else:
             queries = 2 * q if self.family.gated else q
-            found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+            found = {"q": (queries, hidden), "o": (hidden, q)}
+            if own.shares < 0:
+                found |= {"k": (kv, hidden)} | ({"v": (kv, hidden)} if own.values else {})
+        if self.input_width:
+            found |= {"input_gate": (self.input_width, hidden), "input_project": (hidden, self.input_width)}
         if inner:
             found |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         return found
@@ -186,6 +207,14 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if family.conv is not None and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
         one = {f"{architecture}.{KEYS['kv_heads'][_GGUF]}": some.pop()}  # those of layers that attend
         facts = Facts(gguf.path.name, {**gguf.metadata, **one}, f"{architecture}.", verdict)
+    if family.varied:  # the first layer's numbers; layer_shapes has those of all
+        lists = {f"{architecture}.{KEYS[name][_GGUF]}" for name in ("kv_heads", "inner")}
+        first = {
+            key: int(value[0])
+            for key in lists
+            if isinstance(value := gguf.metadata.get(key), np.ndarray) and len(value)
+        }
+        facts = Facts(gguf.path.name, {**gguf.metadata, **first}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
@@ -209,8 +238,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
             facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates
         )
     ]
+    windows = _gguf_windows(facts, family, layers)
+    shapes = layer_shapes.from_gguf(facts, gguf, windows) if family.varied else None
     # What stretches rotations is meant for layers that see all.
-    ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
+    narrow = next((each.head_dim for each, window in zip(shapes or (), windows, strict=False) if window), head_dim)
+    ropes += [Rope(base, rope.inverse_frequencies(base, narrow)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
     decoder = _decoder(
@@ -221,8 +253,10 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         head_dim=head_dim,
         ropes=ropes,
         rotated=[not family.unrotated_every or (i + 1) % family.unrotated_every > 0 for i in range(layers)],
-        windows=_gguf_windows(facts, family, layers),
-        scale=scalar**-0.5,
+        windows=windows,
+        shapes=shapes,
+        scale=1.0 if family.unit_scale else scalar**-0.5,
+        inputs=_gguf_inputs(facts, gguf, family),
         biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers),
@@ -266,6 +300,9 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
     layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
     rotated = _rotated(facts, family, layers)
+    windows = _folder_windows(facts, family, rotated)
+    shapes = layer_shapes.from_config(facts, windows) if family.varied else None
+    width = facts.whole(family.inputs, 0, least=0) if family.inputs else 0
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
     return _decoder(
         facts,
@@ -273,10 +310,12 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         family,
         vocab=facts.whole("vocab_size"),
         head_dim=head_dim,
-        ropes=_folder_ropes(facts, family, head_dim),
+        ropes=_folder_ropes(facts, family, _widths(family, shapes, windows, head_dim)),
         rotated=rotated,
-        windows=_folder_windows(facts, family, rotated),
-        scale=scalar**-0.5,
+        windows=windows,
+        shapes=shapes,
+        scale=1.0 if family.unit_scale else scalar**-0.5,
+        inputs=(width, facts.whole("vocab_size_per_layer_input") if width else 0),
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
         nets=_folder_nets(facts, family, layers),
@@ -318,7 +357,9 @@ def _decoder(
     ropes: Sequence[Rope],
     rotated: Sequence[bool],
     windows: Sequence[int],
+    shapes: tuple[LayerShape, ...] | None,
     scale: float,
+    inputs: tuple[int, int],
     biases: tuple[str, ...],
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
@@ -345,17 +386,18 @@ def _decoder(
 
     hidden, heads = whole("hidden"), whole("heads")
     kv_heads = whole("kv_heads", heads)
-    if heads % kv_heads or head_dim % 2:
-        raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
+    inner = _adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner")
+    shapes = shapes or (LayerShape(kv_heads, head_dim, inner),) * len(windows)
+    for each in shapes:
+        if heads % each.kv_heads or each.head_dim % 2:
+            raise facts.fail(f"{heads} heads, {each.kv_heads} KV heads of {each.head_dim} do not fit together")
     tables = [int(window > 0 and len(ropes) > 1) for window in windows]
     return Decoder(
         family=family,
         vocab=vocab,
         hidden=hidden,
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        inner=_adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner"),
+        by_layer=shapes,
         eps=facts.number(KEYS["eps"][spelling]),
         attention_scale=factor("attention_scale", scale),
         embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
@@ -373,6 +415,8 @@ def _decoder(
         mixed=mixture[1],
         recurrence=nets[0],
         recurrent=nets[1],
+        input_width=inputs[0],
+        input_vocab=inputs[1],
         norms=norms,
         beyond=beyond,
         wrapped=wrapped,
@@ -381,7 +425,7 @@ def _decoder(
 
 def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a folder's mixtures are, and which layers are mixtures."""
-    if rule is None:
+    if rule is None or (rule.flag is not None and not facts.get(rule.flag)):
         return None, ()
     first = facts.whole(rule.first, least=0) if rule.first else 0
     last = facts.whole(rule.last, least=-1) if rule.last else -1
@@ -416,7 +460,7 @@ def _gguf_experts(
 ) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a GGUF file's mixtures are, and which layers are mixtures. Sizes are the tensors'; a key that says another
     is refused."""
-    if rule is None:
+    if rule is None or (rule.flag is not None and not facts.get("expert_count")):
         return None, ()
     (router,) = rule.router[_GGUF]
     mixed = tuple(f"blk.{i}.{router}" in gguf.tensors for i in range(layers))
@@ -438,12 +482,14 @@ def _gguf_experts(
     sizes = [shape for name in names if (shape := _shape(gguf, name))]
     if not sizes:
         raise facts.fail(f"it has no tensor {names[0]!r}, so the model is incomplete")
-    inner, shared = sizes[0][-2], 0
+    joined = rule.experts["gate"][_GGUF][0] == rule.experts["up"][_GGUF][0] and names[0] in gguf.tensors
+    inner, shared = sizes[0][-2] // (2 if joined else 1), 0
     if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['gate'][_GGUF]}.weight")):
         shared = size[0]
     said = {"expert_feed_forward_length": inner}
     said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
     said |= {"feed_forward_length": inner} if rule.inner == KEYS["inner"][_FOLDER] else {}
+    said |= {"feed_forward_length": shared} if rule.shared_inner == KEYS["inner"][_FOLDER] else {}
     said |= {"expert_shared_count": shared // inner} if rule.shared_count else {}
     for key, value in said.items():
         if facts.whole(key, value, least=0) != value:
@@ -609,9 +655,17 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
     else:
         every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every) if rule.full_every_key else rule.full_every
         windowed = [(i + 1) % every != 0 for i in range(layers)]
+    if rule.last_full:
+        windowed[-1] = False
     if any(windowed) and not there:
         raise facts.fail("some of its layers see a window (layer_types), and sliding_window does not say how long")
     return [window if each else 0 for each in windowed]
+
+
+def _gguf_inputs(facts: Facts, gguf: GGUFFile, family: Family) -> tuple[int, int]:
+    """The width of tokens' inputs for each layer, and the rows of their table."""
+    width = facts.whole("embedding_length_per_layer_input", 0, least=0) if family.inputs else 0
+    return (width, gguf.info(f"{family.outer['inputs_table'][_GGUF]}.weight").shape[0]) if width else (0, 0)
 
 
 def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
@@ -627,8 +681,16 @@ def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
     return [bool(turns) for turns in listed]
 
 
-def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
-    """A table for each that the family has."""
+def _widths(family: Family, shapes: tuple[LayerShape, ...] | None, windows: Sequence[int], head_dim: int) -> list[int]:
+    """Of the heads that each of the family's tables rotates."""
+    found = [head_dim] * len(family.ropes)
+    for shape, window in zip(shapes or (), windows, strict=False):
+        found[1 if window else 0] = shape.head_dim
+    return found
+
+
+def _folder_ropes(facts: Facts, family: Family, widths: Sequence[int]) -> list[Rope]:
+    """A table for each that the family has, for heads of ``widths``."""
     stretch, parameters = facts.part("rope_scaling"), facts.part("rope_parameters")
     several = len(family.ropes) > 1
     original, longest = facts.get("original_max_position_embeddings"), facts.whole("max_position_embeddings")
@@ -643,5 +705,5 @@ def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
             entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        tables.append(rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest))
+        tables.append(rope.from_config(facts.about(entries), widths[i], family.rotates_part, longest))
     return tables

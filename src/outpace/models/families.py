@@ -3,6 +3,8 @@
 A new one is a ``Family`` in ``FAMILIES`` and a test; ``decoder`` turns it and a model's own numbers into a ``Decoder``,
 ``weights.tensors`` finds the tensors. The base is Llama: RMSNorm before both branches, SwiGLU, rotation of half against
 half over the whole head, scores scaled by head_dim^-0.5.
+
+Long because it is one table, a row an architecture.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Windows:
     every: bool = False  # all layers; else config.json's layer_types and GGUF's pattern say which
     full_every: int = 0  # where they do not say: every so-many-th layer sees all; 0: none does
     full_every_key: bool = True  # config.json may say another number
+    last_full: bool = False  # in folders the last layer sees all, whatever they say
     flag: str | None = None  # a key of config.json without which there are none; GGUF files then have none, too
     first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
     unrotated: bool = False  # where it does not say, layers without rotation have one
@@ -121,6 +124,11 @@ class Mixture:
     choice_flag: str | None = None  # ... unless this key of config.json is false
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
+    flag: str | None = None  # a key of config.json without which no layer is one
+    # Norms without an offset, by the runtime's names: see ``Experts`` in native/model/weights.h.
+    norms: Mapping[str, Places] = field(default_factory=dict)
+    router_scale: Places | None = None  # the router reads its input under this norm, times hidden^-0.5
+    expert_scale: Places | None = None  # of the weights, by expert
     count: str = "num_experts"
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
@@ -229,6 +237,11 @@ class Family:
     windows: Windows | None = None
     unrotated_every: int = 0  # each so many layers one has no rotation
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
+    unit_scale: bool = False  # scores are not scaled
+    varied: bool = False  # layers differ in their heads (``layer_shapes``)
+    value_norm: bool = False  # each head's values are normed, without weights
+    output_scale: Places | None = None  # one number a layer, of what it leaves
+    inputs: str | None = None  # the key of the width of tokens' inputs for each layer; 0: there are none
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
     activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's
@@ -257,6 +270,18 @@ class Family:
         """What layers have that do not attend; None: all do."""
         return self.delta or self.conv
 
+
+# Tensors of tokens' inputs for each layer, beside a layer's and outside of them.
+_INPUTS: Names = {
+    "input_gate": ("inp_gate", "per_layer_input_gate"),
+    "input_project": ("proj", "per_layer_projection"),
+    "input_norm": ("post_norm", "post_per_layer_input_norm"),
+}
+_INPUTS_OUTER: Names = {
+    "inputs_table": ("per_layer_token_embd", "model.embed_tokens_per_layer"),
+    "inputs_project": ("per_layer_model_proj", "model.per_layer_model_projection"),
+    "inputs_norm": ("per_layer_proj_norm", "model.per_layer_projection_norm"),
+}
 
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -436,6 +461,49 @@ FAMILIES = (
             "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
+        },
+    ),
+    Family(
+        "gemma4", "Gemma4ForCausalLM", "gemma4_text",
+        {
+            **_LAYER, **_NORMS_AFTER, **_QK_NORMS, **_INPUTS,
+            "attn_norm": ("attn_norm", "input_layernorm"), "ffn_norm": ("ffn_norm", "pre_feedforward_layernorm"),
+        },
+        "gemma4",
+        ropes=(RopeSource(1e6), RopeSource(1e4, "rope.freq_base_swa", layers="sliding_attention")),
+        windows=Windows(full_every=6, full_every_key=False, last_full=True), activation="gelu_tanh",
+        activation_key="hidden_activation", width_scales_embedding=True, unit_scale=True, varied=True, value_norm=True,
+        output_scale=(("layer_output_scale.weight",), ("layer_scalar",)), caps={"logit_cap": 0.0}, modules=True,
+        inputs="hidden_size_per_layer_input", outer={**OUTER, **_INPUTS_OUTER},
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("router.proj.weight",)),
+            experts={
+                "gate": (("ffn_gate_up_exps.weight", "ffn_gate_exps.weight"), ("experts.gate_up_proj",)),
+                "up": (("ffn_gate_up_exps.weight", "ffn_up_exps.weight"), ("experts.gate_up_proj",)),
+                "down": (("ffn_down_exps.weight",), ("experts.down_proj",)),
+            },
+            shared={part: _LAYER[part] for part in ("gate", "up", "down")}, flag="enable_moe_block",
+            norms={
+                "norm": (("pre_ffw_norm_2.weight",), ("pre_feedforward_layernorm_2.weight",)),
+                "post_norm": (("post_ffw_norm_2.weight",), ("post_feedforward_layernorm_2.weight",)),
+                "shared_post_norm": (("post_ffw_norm_1.weight",), ("post_feedforward_layernorm_1.weight",)),
+            },
+            router_scale=(("ffn_gate_inp.scale",), ("router.scale",)),
+            expert_scale=(("ffn_down_exps.scale",), ("router.per_expert_scale",)), used="top_k_experts",
+            shared_inner="intermediate_size",
+        ),
+        requires={"use_bidirectional_attention": (None, "vision")},
+        absent={
+            "tie_word_embeddings": True, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
+            "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": 262144, "max_position_embeddings": 131072, "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     Family(
@@ -661,6 +729,7 @@ FAMILIES = (
 # the family that its text is computed as; None: text_config says.
 WRAPPERS: Mapping[str, str | None] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "LlavaForConditionalGeneration": None,
     "LlavaNextForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
@@ -676,7 +745,10 @@ TEXT_TENSORS = (
 )  # fmt: skip
 IMAGE_TENSORS = tuple(
     f"{prefix}{part}" for prefix in ("", "model.")
-    for part in ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
+    for part in (
+        "visual.", "vision_tower.", "multi_modal_projector.", "image_newline", "embed_vision.", "audio_tower.",
+        "embed_audio.",
+    )
 )  # fmt: skip
 
 

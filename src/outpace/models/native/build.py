@@ -31,7 +31,7 @@ _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
 _EXPERT_PARTS = ("gate", "up", "down")
 _NET_PARTS = ("qkv", "z", "b", "a")  # of a recurrent layer
 _VERDICT = "cannot be served by the native backend"
-MAX_HEAD = 256  # native/kernels/table.h
+MAX_HEAD = 512  # native/kernels/table.h
 
 
 def estimate(
@@ -52,7 +52,9 @@ def estimate(
         if model.mixture(i) is not None:
             matrices += [(weights.experts(i, name), target) for name in _EXPERT_PARTS]
             matrices.append((weights.router(i), "f32"))
-    matrices += [(weights.matrix(None, name), target) for name in ("embedding", *(() if model.tied else ("head",)))]
+    inputs = ("inputs_table", "inputs_project") if model.input_width else ()
+    outer = ("embedding", *(() if model.tied else ("head",)), *inputs)
+    matrices += [(weights.matrix(None, name), target) for name in outer]
     total = 0
     for stored, to in matrices:
         kept = to == "keep" or stored.type not in _PLAIN
@@ -70,8 +72,9 @@ def estimate(
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: int8 has a float32 scale for each head's key, and value."""
-    head = {"float32": 4 * model.head_dim, "bfloat16": 2 * model.head_dim, "int8": model.head_dim + 4}[kv_dtype]
-    return 2 * model.attends * model.kv_heads * head
+    size, scale = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 4)}[kv_dtype]
+    shapes = [model.shape(i) for i in range(model.layers) if model.stores(i)]
+    return sum(2 * shape.kv_heads * (size * shape.head_dim + scale) for shape in shapes)
 
 
 def open_weights(
@@ -97,8 +100,8 @@ def open_weights(
     else:
         model = decoders.from_folder(Path(path), _VERDICT)
         weights = tensors.of_folder(Path(path), model)
-    if model.head_dim > MAX_HEAD:
-        raise ModelError(f"{weights.name} {_VERDICT}: its heads are {model.head_dim} wide, and {MAX_HEAD} is the most")
+    if (widest := max(shape.head_dim for shape in model.by_layer)) > MAX_HEAD:
+        raise ModelError(f"{weights.name} {_VERDICT}: its heads are {widest} wide, and {MAX_HEAD} is the most")
     target = quantize or _TARGETS[dtype]
     if unused := weights.unused():
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -166,9 +169,11 @@ class _Parts:
     def layer(self, i: int) -> dict[str, Any]:
         model, weights = self._model, self._weights
         reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
-        layer: dict[str, Any] = {"window": 0, "rope": 0}
+        shape = model.shape(i)
+        layer: dict[str, Any] = {"window": 0, "rope": 0, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         if i < model.layers:
-            layer = {"window": model.windows[i], "rope": model.layer_rope[i]}
+            layer |= {"window": model.windows[i], "rope": model.layer_rope[i], "shares": shape.shares}
+            layer["output_scale"] = weights.output_scale(i)
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
@@ -182,6 +187,11 @@ class _Parts:
             }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True
+        if model.input_width:
+            layer["input"] = {
+                "gate": layer.pop("input_gate"), "project": layer.pop("input_project"),
+                "norm": weights.vector(i, "input_norm"),
+            }  # fmt: skip
         if (experts := model.mixture(i)) is not None:
             joined = {name: weights.experts(i, name) for name in _EXPERT_PARTS}
             router = weights.router(i)
@@ -194,7 +204,24 @@ class _Parts:
                 **weights.mixture_vectors(i),
             }  # fmt: skip
         vectors = {name: weights.vector(i, name) for name in _VECTORS} | {"sinks": weights.sinks(i)}
+        if model.family.value_norm and shape.shares < 0:
+            vectors["v_norm"] = np.ones(shape.head_dim, np.float32)
+            if not shape.values:
+                vectors["v_bias"] = vectors["k_bias"]
         return layer | {name: values for name, values in vectors.items() if values is not None}
+
+    def inputs(self) -> dict[str, Any] | None:
+        """Tokens' inputs for each layer; None: there are none."""
+        model, weights = self._model, self._weights
+        if not model.input_width:
+            return None
+        wide = model.layers * model.input_width
+        table, project = (weights.matrix(None, name) for name in ("inputs_table", "inputs_project"))
+        return {
+            "width": model.input_width, "norm": weights.vector(None, "inputs_norm"),
+            "table": self.matrix(table, model.input_vocab, wide, "the table of layers' inputs"),
+            "project": self.matrix(project, wide, model.hidden, "the projection to layers' inputs"),
+        }  # fmt: skip
 
     def config(self, longest: int) -> dict[str, Any]:
         model = self._model
@@ -228,4 +255,4 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         head = parts.matrix(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
     norm = weights.vector(None, "final_norm")
     assert norm is not None
-    return _native.Weights(parts.config(longest), layers, embedding, head, norm, parts.ropes)
+    return _native.Weights(parts.config(longest), layers, embedding, head, norm, parts.ropes, parts.inputs())
