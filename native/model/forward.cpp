@@ -307,7 +307,8 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         plan_jobs(first, count, pool.team(kind));
         begin_pass(batch, first, count);
         Run run(*this, pool, *result, batch, first, count);
-        result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(weights_->bytes()));
+        const size_t read = weights_->bytes() - weights_->inputs.table.bytes();  // of which tokens have a row each
+        result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(read));
         run.settle(result->threads);
         end_pass();
     }

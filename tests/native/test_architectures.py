@@ -502,6 +502,20 @@ def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
         model.close()
 
 
+def test_keys_that_nobody_reads_are_left_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Published folders, and files made of them, have matrices of layers that read another one's keys and values."""
+    model, tokens = saved("gemma4-inputs", tmp_path), rng.integers(0, 120, 30)
+    expected = reference(model, tokens)
+    at = "model.layers.4.self_attn."
+    idle = {f"{at}{part}_proj.weight": np.ones((32, 64), np.float32) for part in "kv"}
+    write(tmp_path / "more.safetensors", {**idle, f"{at}k_norm.weight": np.ones(16, np.float32)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "main.safetensors")  # so that both count
+    path = export(model, "gemma4", tmp_path / "m.gguf", extra="blk.4.attn_k.weight")
+    for each in (tmp_path, path):
+        ours = load_native(each, dtype="float32", kv_dtype="float32")
+        assert np.abs(feed(ours, ours.kv.alloc(), tokens) - expected).max() < 2e-3 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-inputs"])
 def test_layers_that_share_keys_store_none(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)
