@@ -76,7 +76,8 @@ def architectures(supported: Iterable[str]) -> set[str]:
     """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
     files = {name: architecture for architecture, name in _TYPES.items()}
     own = {each.gguf for each in FAMILIES if each.gguf is not None and each.recurrent is None and not each.modules}
-    return own | {files.get(name, name) for name in supported if name not in (*_NO_DECODERS, *_UNREAD, *_OURS)} - RECURRENT
+    others = {*supported} - {*_NO_DECODERS, *_UNREAD, *_OURS}
+    return own | {files.get(name, name) for name in others} - RECURRENT
 
 
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
