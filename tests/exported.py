@@ -12,23 +12,29 @@ import numpy as np
 
 from outpace.common.arrays import F32
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number
 WORDS = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]  # of ``tokenizer``
 
 
 def export(
     model: Any, architecture: str, path: Path, *, leave_out: str = "", frequencies: F32 | None = None,
     more: Mapping[str, Any] | None = None, extra: str = "", tokenizer: bool = False, head: Any = None,
+    joined: str = "",
 ) -> Path:  # fmt: skip
     """Write ``model``, float32. ``leave_out``: a tensor; ``extra``: one of ones; ``frequencies``: divisors of
-    its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts."""
-    config = model.config
+    its rotations; ``more``: of the architecture's metadata, strings and floats; ``head``: a layer that drafts;
+    ``joined``: what makes keys and values of latent vectors stands together, as in old files, of this type."""
+    config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + (head is not None))
     if head is not None:
         writer.add_nextn_predict_layers(1)
-    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    inner: Any = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    blocks = getattr(config, "layers_block_type", None) if config.model_type == "nemotron_h" else None
+    if blocks is not None:
+        inner = [(kind == "moe") * config.moe_intermediate_size + (kind == "mlp") * inner for kind in blocks]
     if architecture == "lfm2":
         inner = model.model.layers[0].feed_forward.w1.out_features
     kinds = getattr(config, "layer_types", None) or []
@@ -39,14 +45,29 @@ def export(
     writer.add_head_count(config.num_attention_heads)
     if architecture != "gemma4":  # whose layers differ in it
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture == "gemma4":
+    if architecture == "deepseek2":
+        rank, width = config.kv_lora_rank, config.qk_rope_head_dim
+        writer.add_head_count_kv(1)
+        writer.add_kv_lora_rank(rank)
+        if config.q_lora_rank is not None:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_key_length(rank + width)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + width)
+        writer.add_value_length_mla(config.v_head_dim)
+    elif architecture == "gemma4":
         _add_gemma4(writer, config)
     elif hasattr(config, "num_key_value_heads"):
         keys = config.num_key_value_heads
-        writer.add_head_count_kv([keys * (kind != "conv") for kind in kinds] if "conv" in kinds else keys)
+        apart = "conv" in kinds or architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+        writer.add_head_count_kv(
+            [keys * (kind in ("full_attention", "attention")) for kind in kinds] if apart else keys
+        )
         writer.add_key_length(width)
         writer.add_value_length(width)
-    eps = getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None))
+    eps = next(
+        (getattr(config, n) for n in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, n)), None
+    )
     if eps is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
@@ -66,8 +87,16 @@ def export(
             for end in ("fast", "slow"):
                 if f"beta_{end}" in rope:
                     writer.add_float32(f"{architecture}.rope.scaling.yarn_beta_{end}", rope[f"beta_{end}"])
+            if architecture == "deepseek2":
+                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
             if "attention_factor" in rope:  # beside what yarn makes of the factor
                 writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(rope["factor"]) + 1))
+    if architecture == "mistral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        else:  # which the converter does not write
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -90,7 +119,22 @@ def export(
         pattern = config.layer_types.index("full_attention") + 1
         if pattern != 6:  # the format's default
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-    if architecture in ("granite", "granitemoe"):
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if blocks is not None:
+        writer.add_ssm_conv_kernel(config.conv_kernel)
+        writer.add_ssm_state_size(config.ssm_state_size)
+        writer.add_ssm_group_count(config.n_groups)
+        writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+        writer.add_ssm_time_step_rank(config.mamba_num_heads)
+        writer.add_rope_scaling_finetuned(False)
+    if architecture in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -103,7 +147,8 @@ def export(
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
             for name in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
+    if experts and architecture != "nemotron_h":
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", None)
@@ -111,6 +156,12 @@ def export(
             writer.add_expert_feed_forward_length(inner)
         if architecture in ("qwen2moe", "qwen35moe", "qwen3next"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if architecture == "nemotron_h_moe":
+            writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_group_count(config.n_group)
         if architecture == "lfm2moe":
             writer.add_leading_dense_block_count(config.num_dense_layers)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -120,6 +171,21 @@ def export(
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
             writer.add_expert_weights_norm(config.norm_topk_prob)
+        if architecture == "deepseek2":
+            writer.add_expert_shared_count(config.n_shared_experts)
+            dense = getattr(config, "first_k_dense_replace", None)
+            kinds = getattr(config, "mlp_layer_types", None)
+            writer.add_leading_dense_block_count(kinds.index("sparse") if dense is None else dense)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            if config.model_type == "deepseek_v2":
+                writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+            else:
+                writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+                if config.norm_topk_prob:
+                    writer.add_expert_weights_norm(True)
+            if config.n_group is not None:
+                writer.add_expert_group_count(config.n_group)
+                writer.add_expert_group_used_count(config.topk_group)
         if architecture == "ernie4_5-moe":
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -136,9 +202,20 @@ def export(
         writer.add_eos_token_id(1)
         writer.add_pad_token_id(0)
         writer.add_chat_template("{{ messages[0]['content'] }}")
+    if blocks is not None:
+        state = {name.replace("model.", "backbone.", 1): values for name, values in state.items()}
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + 1)
-    for name, values in (*_tensors(model.state_dict(), config), *_head(head, config)):
+    for name, values in (*_tensors(state, config), *_head(head, config)):
+        if "kv_b_proj" in name and joined:
+            old = gguf.GGMLQuantizationType[joined]
+            place = f"blk.{name.split('.')[2]}.attn_kv_b.weight"
+            writer.add_tensor(place, gguf.quants.quantize(values, old), raw_dtype=old)
+            continue
+        if "kv_b_proj" in name:
+            for part, rows in zip(("k_b", "v_b"), _by_head(values, config), strict=True):
+                writer.add_tensor(f"blk.{name.split('.')[2]}.attn_{part}.weight", np.ascontiguousarray(rows))
+            continue
         if name.startswith("blk."):
             writer.add_tensor(name, np.ascontiguousarray(values))
             continue
@@ -155,7 +232,17 @@ def export(
             continue
         if "linear_attn" in name:
             name, values = _of_net(name, values, config)
-        if architecture in ("llama", "granite", "granitemoe", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if "mamba" in name or (blocks is not None and "mixer" in name):
+            name = name.replace("dt_bias", "dt.bias" if blocks else "dt_proj.bias")
+            values = values[:, 0] if "conv1d.weight" in name else values
+            values = -np.exp(values) if "A_log" in name else values
+            if name.endswith(("A_log", ".D")):
+                values = values[:, None]
+            if "mamba.norm" in name or "mixer.norm" in name:
+                values = values.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
+        if architecture in ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if (
@@ -202,6 +289,13 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     turning = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
     divisors = [1.0] * turning + [1e30] * (full // 2 - turning)
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def _by_head(values: F32, config: Any) -> tuple[F32, F32]:
+    """What makes keys of latent vectors, transposed, and values, by head."""
+    plain = config.qk_nope_head_dim
+    apart = values.reshape(config.num_attention_heads, plain + config.v_head_dim, -1)
+    return apart[:, :plain].swapaxes(1, 2), apart[:, plain:]
 
 
 def _unwoven(values: F32, config: Any) -> tuple[F32, F32]:
@@ -266,9 +360,23 @@ def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
                 yield f"{place}down_proj.{kind}", rows
         elif name.endswith(("sinks", "layer_scalar")) or (config.model_type == "gemma4_text" and "experts." in name):
             yield f"{name}.weight", values
+        elif name.endswith(("mixer.experts.up_proj", "mixer.experts.down_proj")):
+            yield f"{name}.weight".replace("backbone", "model").replace("mixer", "mlp"), values
+        elif name.endswith("mixer.gate.e_score_correction_bias"):
+            yield name.replace("correction_bias", "correction.bias"), values
         elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight".replace("block_sparse_moe", "mlp"), half
+        elif ".shared_mlp." in name:
+            layer, place = (
+                name[: name.index("shared_mlp.")],
+                "mlp.shared_experts" if config.num_local_experts else "mlp",
+            )
+            if "output_linear" in name:
+                yield f"{layer}{place}.down_proj.weight", values
+            else:
+                for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                    yield f"{layer}{place}.{part}_proj.weight", half
         elif name.endswith("experts.down_proj"):
             yield f"{name}.weight".replace("block_sparse_moe", "mlp"), values
         elif name.endswith("e_score_correction_bias"):

@@ -1,8 +1,10 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,9 +31,10 @@ void read(const nb::dict& from, To& to, std::initializer_list<std::pair<const ch
 
 Experts experts_of(const nb::dict& d) {
     Experts e{};
-    read<int, Experts>(
-        d, e, {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared}});
-    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}});
+    read<int, Experts>(d, e,
+        {{"count", &Experts::count}, {"used", &Experts::used}, {"inner", &Experts::inner}, {"shared", &Experts::shared},
+            {"groups", &Experts::groups}, {"used_groups", &Experts::used_groups}});
+    read<bool, Experts>(d, e, {{"renormalise", &Experts::renormalise}, {"best_two", &Experts::best_two}});
     read<float, Experts>(d, e, {{"least_total", &Experts::least_total}, {"scale", &Experts::scale}});
     read<Matrix, Experts>(d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
     read<std::vector<float>, Experts>(d, e,
@@ -53,7 +56,8 @@ DeltaNet delta_of(const nb::dict& d) {
     read<bool, DeltaNet>(d, net, {{"tiled", &DeltaNet::tiled}});
     read<Matrix, DeltaNet>(d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}});
     read<std::vector<float>, DeltaNet>(d, net,
-        {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm}});
+        {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm},
+            {"convolution_bias", &DeltaNet::convolution_bias}, {"skip", &DeltaNet::skip}});
     if (net.key_heads < 1) throw std::invalid_argument("a recurrent layer has no heads");
     return net;
 }
@@ -67,8 +71,19 @@ ShortConv conv_of(const nb::dict& d) {
     return conv;
 }
 
+Latent latent_of(const nb::dict& d) {
+    Latent a{};
+    read<int, Latent>(d, a, {{"rank", &Latent::rank}, {"plain", &Latent::plain}, {"rotated", &Latent::rotated}});
+    read<bool, Latent>(d, a, {{"neighbours", &Latent::neighbours}});
+    read<float, Latent>(d, a, {{"eps", &Latent::eps}});
+    read<Matrix, Latent>(d, a, {{"q_down", &Latent::q_down}, {"k_up", &Latent::k_up}, {"v_up", &Latent::v_up}});
+    if (a.rank < 1) throw std::invalid_argument("latent vectors have no size");
+    return a;
+}
+
 Layer layer_of(const Named& d) {
     Layer l{};
+    if (d.contains("latent")) l.latent = latent_of(nb::cast<nb::dict>(d["latent"]));
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
     if (d.contains("conv")) l.conv = conv_of(nb::cast<nb::dict>(d["conv"]));
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
@@ -94,7 +109,7 @@ Layer layer_of(const Named& d) {
 }
 
 void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const std::vector<std::pair<Floats, float>>& ropes, const std::optional<Named>& inputs) {
+    const Floats& final_norm, const std::vector<std::tuple<Floats, float, float, int>>& ropes, const std::optional<Named>& inputs) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
     read<int, Config>(c, config,
@@ -104,15 +119,15 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}, {"score_cap", &Config::score_cap}, {"logit_cap", &Config::logit_cap}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
-    if (activation != "silu" && activation != "gelu_tanh" && activation != "clamped_silu")
-        throw std::invalid_argument("unknown activation '" + activation + "'");
-    config.activation = activation == "silu"        ? Activation::Silu
-                        : activation == "gelu_tanh" ? Activation::GeluTanh
-                                                    : Activation::ClampedSilu;
+    static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
+        {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
+    const auto known = activations.find(activation);
+    if (known == activations.end()) throw std::invalid_argument("unknown activation '" + activation + "'");
+    config.activation = known->second;
     std::vector<Layer> built;
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;
-    for (const auto& [frequencies, scale] : ropes) tables.push_back({values_of(frequencies), scale});
+    for (const auto& [frequencies, scale, growth, period] : ropes) tables.push_back({values_of(frequencies), scale, growth, period});
     LayerInputs made{};
     if (inputs) {
         read<int, LayerInputs>(*inputs, made, {{"width", &LayerInputs::width}});

@@ -54,7 +54,8 @@ struct Merged {
 template <KVType type>
 struct Attention {
     const AttentionJob& job;
-    const int dim = job.dim_padded, row = job.dim_padded * element_bytes(type);
+    const int dim = job.dim_padded;  // of keys
+    const int value_dim = job.value_padded, row = job.value_padded * element_bytes(type);
     const bool whole = job.parts[0] == nullptr;
     Merged merged{job};
     int base;  // the block's first position
@@ -149,7 +150,7 @@ struct Attention {
                 for (int p = 0; p < kBlock; p += 16) store(s + p, mul(load(s + p), load(scales + p)));
             for (int p = begin[i]; scales && own[i] < end[i] && p < end[i]; ++p) {
                 const Place at = place(i, p);
-                s[p] = times(s[p], scales_of<type>(at.block + job.values, dim)[at.slot]);
+                s[p] = times(s[p], scales_of<type>(at.block + job.values, value_dim)[at.slot]);
             }
         }
     }
@@ -212,16 +213,17 @@ struct Attention {
             totals[i] = 0.0f;
         }
         const uint8_t* values = job.blocks[index] + job.values;
-        const int tiles = (job.queries + kQueries - 1) / kQueries, passes = dim / kTileDims + dim % kTileDims / 16;
-        const int steps = tiles * (dim / 2 + passes * high) + 1, bytes = 2 * static_cast<int>(part_bytes(type, dim));
+        const int tiles = (job.queries + kQueries - 1) / kQueries, passes = value_dim / kTileDims + value_dim % kTileDims / 16;
+        const int steps = tiles * (dim / 2 + passes * high) + 1,
+                  bytes = static_cast<int>(part_bytes(type, dim) + part_bytes(type, value_dim));
         Fetch fetch{next, next + bytes, (bytes / 64 + steps - 1) / steps};
         score(job.blocks[index], (high + kSub - 1) / kSub, fetch);
-        weigh(scales_of<type>(values, dim));
+        weigh(scales_of<type>(values, value_dim));
         if (whole) merged.add(peaks, totals);
         in_tiles(job.queries, [&](auto pack, int i) {
             int d = 0;
-            for (; d + kTileDims <= dim; d += kTileDims) value_tile(pack, Range<kVectors>{}, i, d, values, fetch);
-            for (; d < dim; d += 16) value_tile(pack, Range<1>{}, i, d, values, fetch);
+            for (; d + kTileDims <= value_dim; d += kTileDims) value_tile(pack, Range<kVectors>{}, i, d, values, fetch);
+            for (; d < value_dim; d += 16) value_tile(pack, Range<1>{}, i, d, values, fetch);
         });
     }
 
@@ -237,7 +239,7 @@ struct Attention {
         take_queries();
         for (int i = 0; i < job.queries && whole; ++i) {
             sums[i] = job.out[i];
-            for (int d = 0; d < dim; d += 16) store(sums[i] + d, zero());
+            for (int d = 0; d < value_dim; d += 16) store(sums[i] + d, zero());
         }
         for (int index = first; index < last; ++index) {
             for (int i = 0; i < job.queries && !whole; ++i) sums[i] = job.parts[i] + static_cast<int64_t>(index) * job.part_stride + 16;
@@ -248,7 +250,7 @@ struct Attention {
                 sums[i][-15] = totals[i];
             }
         }
-        for (int i = 0; i < job.queries && whole; ++i) merged.finish(i, job.out[i], dim, split_dims<type>(dim));
+        for (int i = 0; i < job.queries && whole; ++i) merged.finish(i, job.out[i], value_dim, split_dims<type>(value_dim));
     }
 };
 
@@ -268,7 +270,7 @@ static void merge_parts(const AttentionJob& job) {
     for (int i = 0; i < job.queries; ++i) {
         last = job.position[i] > last ? job.position[i] : last;
         first = job.first[i] < first ? job.first[i] : first;
-        for (int d = 0; d < job.dim_padded; d += 16) store(job.out[i] + d, zero());
+        for (int d = 0; d < job.value_padded; d += 16) store(job.out[i] + d, zero());
     }
     for (int index = first / kBlock; index <= last / kBlock; ++index) {
         alignas(64) float peaks[kMaxQueries]{}, totals[kMaxQueries]{};
@@ -280,10 +282,10 @@ static void merge_parts(const AttentionJob& job) {
         }
         merged.add(peaks, totals);
         for (int i = 0; i < job.queries; ++i)
-            for (int d = 0; d < job.dim_padded && sees(i); d += 16) merged.apply(i, load(part(i) + 16 + d), job.out[i] + d);
+            for (int d = 0; d < job.value_padded && sees(i); d += 16) merged.apply(i, load(part(i) + 16 + d), job.out[i] + d);
     }
-    const int split = job.type == KVType::BF16 ? split_dims<KVType::BF16>(job.dim_padded) : 0;
-    for (int i = 0; i < job.queries; ++i) merged.finish(i, job.out[i], job.dim_padded, split);
+    const int split = job.type == KVType::BF16 ? split_dims<KVType::BF16>(job.value_padded) : 0;
+    for (int i = 0; i < job.queries; ++i) merged.finish(i, job.out[i], job.value_padded, split);
 }
 
 }  // namespace OUTPACE_NS

@@ -48,6 +48,11 @@ static void gate(Activation activation, const float* g, const float* up, int n, 
             const F a = load(g + i);
             store(out + i, div(load(up + i), add(set1(1.0f), exp(sub(zero(), a)))));
         }
+    else if (activation == Activation::Relu)  // a NaN stays one
+        for (int i = 0; i < n; i += 16) {
+            const F a = load(g + i);
+            store(out + i, mul(select(is_nan(a), a, max(a, zero())), load(up + i)));
+        }
     else  // gpt-oss's: (up + 1) g sigmoid(1.702 g), g at most 7 and up from -7 to 7
         for (int i = 0; i < n; i += 16) {
             const F a = load(g + i), b = load(up + i);

@@ -27,6 +27,7 @@ static Kernels table(const char* name) {
     k.convolve = convolve;
     k.delta_replay = delta_replay;
     k.delta_step = delta_step;
+    k.scan_step = scan_step;
     k.put_key = put_key;
     k.put_value = put_value;
     k.argmax = argmax;

@@ -18,6 +18,7 @@ const Kernels& kernels_neon() {
         t.convolve = kernels_portable().convolve;
         t.delta_replay = kernels_portable().delta_replay;
         t.delta_step = kernels_portable().delta_step;
+        t.scan_step = kernels_portable().scan_step;
         return t;
     }();
     return table;

@@ -14,13 +14,13 @@ namespace outpace {
 // tests/integration/golden.json is then made anew.
 constexpr int kArithmetic = 1;
 
-enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid };  // ClampedSilu: see gate in elementwise.h
+enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid, Relu };  // ClampedSilu: see gate in elementwise.h
 
 enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
-constexpr int kMaxHead = 512;    // largest head, padded to 16
+constexpr int kMaxHead = 576;    // largest head, padded to 16
 constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
 constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
@@ -33,7 +33,7 @@ constexpr size_t part_bytes(KVType type, int dim_padded) {
 struct AttentionJob {
     int queries;
     const float* q[kMaxQueries];      // [dim], scaled and rotated
-    float* out[kMaxQueries];          // [dim_padded]
+    float* out[kMaxQueries];          // [value_padded]
     int position[kMaxQueries];        // of the query
     int first[kMaxQueries];           // first visible position (sliding window), else 0
     const int32_t* path[kMaxQueries]; // slots of positions cached, cached + 1, ... (a tree's ancestors and the query
@@ -44,7 +44,8 @@ struct AttentionJob {
     int cached;                       // positions below this stand in their own slots
     const uint8_t* const* blocks;     // KV blocks of the row
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block
-    int dim, dim_padded;              // padded to 16
+    int dim, dim_padded;              // of queries and keys; padded to 16
+    int value_padded;                 // of values
     KVType type;
     int block_begin, block_end;       // the job's share of the blocks
     const uint8_t* upcoming;          // keys that this thread will need next: worth fetching, never read here
@@ -61,6 +62,7 @@ struct DeltaToken {
     const float* value;        // [kStateColumns], as are the next two
     float *update, *out;
     float beta, decay;
+    float skip;  // in `scan_step`
 };
 
 // Argmax over [n]; the first index on ties; `nan` when any value is NaN.
@@ -102,9 +104,11 @@ struct Kernels {
     void (*merge_parts)(const AttentionJob& job);
 
     // Recurrent layers; see delta.h. `to` may be `from`.
-    void (*convolve)(const float* const* x, const float* w, int stride, int taps, int n, bool activated, float* out);
+    void (*convolve)(const float* const* x, const float* w, const float* bias, int stride, int taps, int n, bool activated, float* out);
     void (*delta_replay)(const float* from, const float* key, const float* update, float decay, int rows, float* to);
     void (*delta_step)(const DeltaToken& token, const float* from, int rows, float* to);
+    // The same with update = beta * value, and skip * value added to `out`.
+    void (*scan_step)(const DeltaToken& token, const float* from, int rows, float* to);
 
     // Copies one key or value [dim] into its slot (0 .. kBlock - 1) of a block's keys or values.
     void (*put_key)(const float* k, int dim, int dim_padded, KVType type, uint8_t* keys, int slot);

@@ -54,7 +54,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
             const float* all = vectors(s_.q.get() + static_cast<size_t>(t) * l.q.out_padded(), l.q_bias, l.q_norm);
             std::memcpy(q, all + head * (l.gated ? 2 * d : d), static_cast<size_t>(d) * 4);
             std::fill(q + d, q + padded, 0.0f);
-            ready(q, l.q_bias, l.q_norm, head, c_.attention_scale);
+            ready(q, l.q_bias, l.q_norm, head, rope ? times(c_.attention_scale, rope->growth(tok.turn)) : c_.attention_scale);
         } else if (head < c_.heads + keys) {
             const int h = head - c_.heads;
             if (!l.v.data) {
@@ -77,12 +77,13 @@ const uint8_t* Model::Run::first_keys(int job, int layer) const {
     const Tile& tile = split.tiles[static_cast<size_t>(planned.tile)];
     const Plan::Token& any = m_.plan_[tile.first];
     return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] +
-           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], planned.kv_head);
+           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], split.kv_head(planned.group));
 }
 
 bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     const Split& split = m_.split_of(index);
-    const int d = l.head_dim, padded = round_up(d, 16), group = c_.heads / l.kv_heads;
+    const int d = l.head_dim, padded = round_up(d, 16), value_padded = round_up(l.value_dim(), 16);
+    const int group = c_.heads / split.groups;
     const bool whole_groups = d % kGroup == 0;
     const int place = m_.places_[static_cast<size_t>(index)];
     uint8_t* acts = s_.heads.get(l.o.acts());
@@ -92,6 +93,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     job.dim = d;
     job.dim_padded = padded;
     job.type = m_.kv_.shape().type;
+    job.value_padded = value_padded;
     job.part_stride = split.record;
     job.sinks = !l.sinks.empty();
     job.cap = c_.score_cap;
@@ -105,16 +107,16 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         job.queries = tile.tokens * group;
         job.cached = any.cached;
         job.blocks = m_.plan_.blocks(any);
-        job.keys = m_.kv_.shape().keys(place, planned.kv_head);
-        job.values = m_.kv_.shape().values(place, planned.kv_head);
+        job.keys = m_.kv_.shape().keys(place, split.kv_head(planned.group));
+        job.values = m_.kv_.shape().values(place, split.kv_head(planned.group));
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
         job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {
-            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            const int t = tile.first - first_ + i / group, head = planned.group * group + i % group;
             const size_t at = static_cast<size_t>(t) * c_.heads + head;
             const Plan::Token& tok = token(t);
             job.q[i] = s_.rotated.get() + at * padded;
-            job.out[i] = s_.attended.get() + at * padded;
+            job.out[i] = s_.attended.get() + at * value_padded;
             job.position[i] = tok.position;
             if (job.sinks) job.sink[i] = l.sinks[static_cast<size_t>(head)];
             job.first[i] = l.window > 0 ? std::max(0, tok.position - l.window + 1) : 0;
@@ -125,18 +127,29 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         k_.attention(job);
         if (tile.ranges > 1) {
             // Whoever finishes a head's last range merges them. The counter is left at 0 for the next layer.
-            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * l.kv_heads + planned.kv_head)];
+            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * split.groups + planned.group)];
             if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
             finished.store(0, std::memory_order_relaxed);
             k_.merge_parts(job);
         }
+        if (l.latent.rank > 0) {
+            const Matrix& up = l.latent.v_up;
+            float* line = s_.line[static_cast<size_t>(me.id)].get();
+            std::fill(line + up.cols, line + up.in_padded(), 0.0f);
+            for (int i = 0; i < job.queries; ++i) {
+                const int t = tile.first - first_ + i / group, head = planned.group * group + i % group;
+                std::memcpy(line, job.out[i], static_cast<size_t>(up.cols) * 4);
+                k_.encode(up.acts(), line, head * up.groups, (head + 1) * up.groups, s_.latents.get(up.acts()), n_, t);
+            }
+            continue;
+        }
         for (int i = 0; i < job.queries && l.gated; ++i) {
-            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            const int t = tile.first - first_ + i / group, head = planned.group * group + i % group;
             k_.gate(Activation::Sigmoid, product_in(s_.q, t, l.q) + head * 2 * d + d, job.out[i], d, job.out[i]);
         }
         if (!whole_groups) continue;
         for (int i = 0; i < job.queries; ++i) {
-            const int t = tile.first - first_ + i / group, head = planned.kv_head * group + i % group;
+            const int t = tile.first - first_ + i / group, head = planned.group * group + i % group;
             k_.encode(l.o.acts(), job.out[i], head * d / kGroup, (head + 1) * d / kGroup, acts, n_, t);
             if (head == c_.heads - 1 && used < l.o.groups) {
                 float* line = s_.line[static_cast<size_t>(me.id)].get();
@@ -145,14 +158,14 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             }
         }
     }
-    if (whole_groups) return true;
+    if (whole_groups || l.latent.rank > 0) return true;
     if (!meet(me)) return false;
     const Part part = me.of(n_);
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     for (int t = part.begin; t < part.end; ++t) {
         for (int head = 0; head < c_.heads; ++head)
             std::memcpy(
-                line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * padded, static_cast<size_t>(d) * 4);
+                line + head * d, s_.attended.get() + (static_cast<size_t>(t) * c_.heads + head) * value_padded, static_cast<size_t>(d) * 4);
         std::fill(line + c_.heads * d, line + l.o.in_padded(), 0.0f);
         k_.encode(l.o.acts(), line, 0, l.o.groups, acts, n_, t);
     }

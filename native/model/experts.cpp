@@ -13,6 +13,26 @@
 #include "runtime/denormals.h"
 
 namespace outpace {
+
+// Takes the keys of experts out of the choice whose groups are not among the best; ties go to the lower one.
+void Routes::bar_groups(const Experts& e) {
+    const size_t each = static_cast<size_t>(e.count / e.groups), groups = static_cast<size_t>(e.groups);
+    std::vector<float> scores(groups);
+    std::vector<size_t> order(groups);
+    for (size_t g = 0; g < groups; ++g) {
+        float first = -INFINITY, second = -INFINITY;
+        for (size_t i = g * each; i < (g + 1) * each; ++i) {
+            second = std::max(second, std::min(first, keys_[i]));
+            first = std::max(first, keys_[i]);
+        }
+        scores[g] = e.best_two && each > 1 ? first + second : first;
+        order[g] = g;
+    }
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return scores[a] > scores[b]; });
+    for (size_t k = static_cast<size_t>(e.used_groups); k < groups; ++k)
+        std::fill_n(keys_.begin() + static_cast<std::ptrdiff_t>(order[k] * each), each, -INFINITY);
+}
+
 void Routes::choose(const Experts& e, const float* logits, int* chosen, float* weights) {
     const size_t count = static_cast<size_t>(e.count);
     values_.assign(logits, logits + count);
@@ -28,6 +48,7 @@ void Routes::choose(const Experts& e, const float* logits, int* chosen, float* w
     }
     keys_ = scores_;
     for (size_t i = 0; i < e.choice_bias.size(); ++i) keys_[i] += e.choice_bias[i];
+    if (e.used_groups < e.groups) bar_groups(e);
     double total = 0.0;
     for (int k = 0; k < e.used; ++k) {
         int best = -1;  // the lowest id on ties
@@ -106,7 +127,7 @@ const uint8_t* Model::Run::gathered(const Seat& me, const Experts& e, const Matr
 // One stretch of an expert's inner rows: gate and up, activation, encoded for its down product.
 void Model::Run::expert_gate_up(const Seat& me, const Experts& e, const Routes& routes, const Routes::Group& group, int stretch) {
     constexpr int blocks = kGateRows / kRows;
-    const int each = e.gate.blocks / e.count, begin = stretch * blocks, end = std::min(begin + blocks, each), rows = (end - begin) * kRows;
+    const int each = e.up.blocks / e.count, begin = stretch * blocks, end = std::min(begin + blocks, each), rows = (end - begin) * kRows;
     const int first_block = group.expert * each + begin, first_group = begin * kRows / kGroup, end_group = end * kRows / kGroup;
     const Acts acts = e.down.acts();
     uint8_t* middle = s_.pairs_in.get(acts) + static_cast<size_t>(group.first) * static_cast<size_t>(e.down.groups * act_bytes(acts));
@@ -120,13 +141,13 @@ void Model::Run::expert_gate_up(const Seat& me, const Experts& e, const Routes& 
             k_.matmul(
                 m, gathered(me, e, m, tokens, count), count, first_block, first_block + end - begin, y - first_block * kRows, kGateRows);
         };
-        product(e.gate, g);
+        if (e.gate.data) product(e.gate, g);
         product(e.up, u);
         for (int i = 0; i < count; ++i) {
             float *values = g + i * kGateRows, *up = u + i * kGateRows;
             if (!e.gate_bias.empty()) k_.add(values, e.gate_bias.data() + first_block * kRows, rows);
             if (!e.up_bias.empty()) k_.add(up, e.up_bias.data() + first_block * kRows, rows);
-            k_.gate(c_.activation, values, up, rows, values);
+            k_.gate(c_.activation, e.gate.data ? values : up, up, rows, values);
             k_.encode(acts, values, first_group, std::min(end_group, e.down.groups), middle, group.count, first + i);
             if (end == each && end_group < e.down.groups) {  // inputs that only pad the next product
                 std::fill(up, up + kGateRows, 0.0f);
@@ -167,7 +188,7 @@ bool Model::Run::mixture(Seat& me, const Layer& l, int index) {
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total;)
             work(groups[static_cast<size_t>(i / stretches)], i % stretches);
     };
-    claim(kClaimExperts, e.gate, [&](const Routes::Group& group, int stretch) { expert_gate_up(me, e, routes, group, stretch); });
+    claim(kClaimExperts, e.up, [&](const Routes::Group& group, int stretch) { expert_gate_up(me, e, routes, group, stretch); });
     if (!meet(me)) return false;
     clock(me, kGateUp);
 

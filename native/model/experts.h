@@ -27,6 +27,7 @@ public:
 
 private:
     size_t at(int token, int k) const { return static_cast<size_t>(token) * used_ + static_cast<size_t>(k); }
+    void bar_groups(const Experts& experts);
     void choose(const Experts& experts, const float* logits, int* chosen, float* weights);
 
     size_t used_ = 0;

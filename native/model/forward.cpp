@@ -32,8 +32,11 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
     const Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
         enter(me, t, index);
-        if (l.embed_norm.empty() || l.join.data)
-            encode_normed(me, t, n_, t, l.attn_norm, {&l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
+        if (!l.mixes())
+            encode_fed(me, t, l);
+        else if (l.embed_norm.empty() || l.join.data)
+            encode_normed(me, t, n_, t, l.attn_norm,
+                {l.latent.q_down.data ? &l.latent.q_down : &l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
         else
             encode_joined(me, t, l);
     }
@@ -47,6 +50,11 @@ bool Model::Run::store(Seat& me, int index) {
     if (!solo_ && !meet(me)) return false;
     products(me, index, {{&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
     if (!meet(me)) return false;
+    if (l.latent.rank > 0) {
+        const Part part = me.of(n_);
+        for (int t = part.begin; t < part.end; ++t) store_latent(me, l, index, t);
+        return true;
+    }
     rope(me, l, index, c_.heads);
     return true;
 }
@@ -57,9 +65,13 @@ bool Model::Run::layer(Seat& me, int index) {
     begin_layer(me, l, index);
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm);
+    if (!l.mixes()) return feed(me, l, index);
 
-    if (!(l.delta.key_heads > 0 ? recurrence(me, l, index) : l.conv.taps > 0 ? short_conv(me, l, index) : attend(me, l, index)))
-        return false;
+    const bool mixes = l.delta.key_heads > 0 ? recurrence(me, l, index)
+                       : l.conv.taps > 0     ? short_conv(me, l, index)
+                       : l.latent.rank > 0   ? latent(me, l, index)
+                                             : attend(me, l, index);
+    if (!mixes) return false;
     if (!meet(me)) return false;
     clock(me, kAttention);
 
@@ -67,18 +79,19 @@ bool Model::Run::layer(Seat& me, int index) {
         [&](int begin, int end) { k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded()); });
     if (!meet(me)) return false;
     clock(me, kOutput);
+    if (!l.feeds()) return true;
 
     const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
         add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
-        if (l.experts.count > 0)
-            encode_for_experts(me, t, l);
-        else
-            encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
+        encode_fed(me, t, l);
     }
     if (!solo_ && !meet(me)) return false;
     clock(me, kNorm2);
+    return feed(me, l, index);
+}
 
+bool Model::Run::feed(Seat& me, const Layer& l, int index) {
     if (!(l.experts.count > 0 ? mixture(me, l, index) : feed_forward(me, l, index))) return false;
     return !l.input.gate.data || add_input(me, l, index);
 }
@@ -132,7 +145,7 @@ bool Model::Run::add_input(Seat& me, const Layer& l, int index) {
     const LayerInputs& in = m_.weights_->inputs;
     const Part part = tokens(me);
     for (int t = part.begin; t < part.end; ++t) {
-        add_fed(me, t, l);
+        add_made(me, t, l);
         std::memcpy(s_.line[static_cast<size_t>(me.id)].get(), x(me, t), static_cast<size_t>(c_.hidden) * 4);
         encode_line(me, c_.hidden, n_, t, {&gate});
     }
@@ -176,7 +189,7 @@ bool Model::Run::attend(Seat& me, const Layer& l, int index) {
     products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
     if (me.rank < static_cast<int>(m_.split_of(index).jobs.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < 2 * m_.kv_.shape().part(m_.places_[static_cast<size_t>(index)]); line += 64)
+        for (size_t line = 0; line < m_.kv_.shape().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
             __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
@@ -192,28 +205,28 @@ bool Model::Run::attend(Seat& me, const Layer& l, int index) {
 void Model::Run::gate_up(const Seat& me, const Layer& l, int index) {
     constexpr int blocks = kGateRows / kRows;
     constexpr int unit = kGroup / kRows;  // row blocks that make one group of the next product's inputs
-    const uint8_t* gate_acts = s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts());
+    const uint8_t* gate_acts = l.gate.data ? s_.in[static_cast<size_t>(mine(me))].get(l.gate.acts()) : nullptr;
     const uint8_t* up_acts = s_.in[static_cast<size_t>(mine(me))].get(l.up.acts());
     uint8_t* middle = s_.middle.get(l.down.acts());
     float* g = s_.pair[static_cast<size_t>(me.id)].get();
     float* u = g + static_cast<size_t>(kGateRows) * n_;
-    share(me, kClaimGateUp, index, l.gate.blocks / unit, [&](int from, int to) {
+    share(me, kClaimGateUp, index, l.up.blocks / unit, [&](int from, int to) {
         for (int begin = from * unit; begin < to * unit; begin += blocks) {
             const int end = std::min(begin + blocks, to * unit);
             // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
-            k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
+            if (l.gate.data) k_.matmul(l.gate, gate_acts, n_, begin, end, g - begin * kRows, kGateRows);
             k_.matmul(l.up, up_acts, n_, begin, end, u - begin * kRows, kGateRows);
             const int rows = (end - begin) * kRows, group = begin / unit;
             for (int t = 0; t < n_; ++t) {
-                float* values = g + t * kGateRows;
-                k_.gate(c_.activation, values, u + t * kGateRows, rows, values);
+                float *values = g + t * kGateRows, *up = u + t * kGateRows;
+                k_.gate(c_.activation, l.gate.data ? values : up, up, rows, values);
                 k_.encode(l.down.acts(), values, group, std::min(group + rows / kGroup, l.down.groups), middle, n_, t);
             }
         }
     });
-    if (me.rank == 0 && l.gate.blocks / unit < l.down.groups) {  // inputs that only pad the next product
+    if (me.rank == 0 && l.up.blocks / unit < l.down.groups) {  // inputs that only pad the next product
         float* line = s_.line[0].get();
-        const int from = l.gate.blocks / unit;
+        const int from = l.up.blocks / unit;
         std::fill(line, line + (l.down.groups - from) * kGroup, 0.0f);
         for (int t = 0; t < n_; ++t) k_.encode(l.down.acts(), line, from, l.down.groups, middle, n_, t);
     }

@@ -16,14 +16,16 @@ void Rope::cover(int positions) {
     cos_.reserve(static_cast<size_t>(target) * half());
     sin_.reserve(static_cast<size_t>(target) * half());
     for (int p = covered_; p < target; ++p) {
-        for (const float frequency : inverse_) {
+        for (const float frequency : table_.frequencies) {
             // The angle is rounded to float32 as in the models' training code; its cosine is exact to float32.
             const float angle = static_cast<float>(p) * frequency;
             double cosine, sine;
             circle(static_cast<double>(angle), &cosine, &sine);
-            cos_.push_back(static_cast<float>(cosine) * scale_);
-            sin_.push_back(static_cast<float>(sine) * scale_);
+            cos_.push_back(static_cast<float>(cosine) * table_.scale);
+            sin_.push_back(static_cast<float>(sine) * table_.scale);
         }
+        if (table_.growth > 0.0f)
+            growth_.push_back(static_cast<float>(1.0 + static_cast<double>(table_.growth) * natural_log(1.0 + p / table_.period)));
     }
     covered_ = target;
 }
@@ -63,8 +65,15 @@ StateShape states_of(const Weights& weights) {
 KVShape keys_of(const Weights& weights, KVType type) {
     KVShape shape{type};
     for (const Layer& l : weights.layers)
-        if (!l.recurs() && l.shares < 0) shape.add(l.kv_heads, l.head_dim);
+        if (l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim());
     return shape;
+}
+
+// Heads are computed in so many groups, each of heads that share a KV head, no more than a job can have.
+int groups_of(int heads, int kv_heads) {
+    int n = kv_heads;
+    while (heads % n != 0 || heads / n > kMaxQueries) n += kv_heads;
+    return n;
 }
 
 }  // namespace
@@ -79,11 +88,12 @@ Model::Model(
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
-    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table.frequencies, table.scale);
+    for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) {
-        places_.push_back(l.recurs() ? recur++ : l.shares >= 0 ? places_[static_cast<size_t>(l.shares)] : attend++);
-        split_of_.push_back(l.recurs() ? 0 : split_for(l.kv_heads, round_up(l.head_dim, 16) + 16));
+        const bool shares = l.attends() && l.shares >= 0;
+        places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        split_of_.push_back(l.attends() ? split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16) : 0);
     }
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
         key_scale_.assign(static_cast<size_t>(dim), 1.0f / std::sqrt(static_cast<float>(dim)));
@@ -98,7 +108,7 @@ int Model::split_for(int kv_heads, int record) {
     const auto same = [&](const Split& split) { return split.kv_heads == kv_heads && split.record == record; };
     const auto found = std::find_if(splits_.begin(), splits_.end(), same);
     const int at = static_cast<int>(found - splits_.begin());
-    if (found == splits_.end()) splits_.push_back({kv_heads, record});
+    if (found == splits_.end()) splits_.push_back({kv_heads, groups_of(weights_->config.heads, kv_heads), record});
     return at;
 }
 
@@ -106,15 +116,15 @@ int Model::split_for(int kv_heads, int record) {
 void Model::fit_scratch() {
     Scratch& s = scratch_;
     const auto chunk = [](int floats) { return static_cast<size_t>(kChunk) * static_cast<size_t>(floats); };
-    int heads = 0, hidden = round_up(weights_->config.hidden, 64), inner = 0;
+    int heads = 0, values = 0, hidden = round_up(weights_->config.hidden, 64), inner = 0;
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
         s.need_in(m);
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
-        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
-                 &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate})
+        for (const Matrix* m : {&l.latent.q_down, &l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up,
+                 &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -123,20 +133,28 @@ void Model::fit_scratch() {
             s.pairs.need(pairs * static_cast<size_t>(e.down.out_padded() / e.count));
             if (!e.norm.empty()) {
                 s.need_in(e.router, s.router_in);
-                for (const Matrix* m : {&e.gate, &e.up}) s.need_in(*m, s.expert_in);
+                for (const Matrix* m : {&e.gate, &e.up})
+                    if (m->data) s.need_in(*m, s.expert_in);
                 inner = std::max(inner, 2 * round_up(weights_->config.hidden, 64));  // two lines; see mixed
             }
             for (ActBuffer& gathered : s.gathered)
-                for (const Matrix* m : {&e.gate, &e.up}) gathered.need(m->acts(), m->groups, kGather);
+                for (const Matrix* m : {&e.gate, &e.up})
+                    if (m->data) gathered.need(m->acts(), m->groups, kGather);
         }
-        if (!l.recurs()) heads = std::max(heads, weights_->config.heads * round_up(l.head_dim, 16));
-        s.heads.need(l.o.acts(), l.o.groups);
+        if (l.attends()) {
+            heads = std::max(heads, weights_->config.heads * round_up(l.head_dim, 16));
+            values = std::max(values, weights_->config.heads * round_up(l.value_dim(), 16));
+            inner = std::max(inner, round_up(l.head_dim, 16));
+        }
+        for (const Matrix* m : {&l.latent.k_up, &l.latent.v_up})
+            if (m->data) s.latents.need(m->acts(), weights_->config.heads * m->groups), inner = std::max(inner, m->in_padded());
+        if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
         for (const Matrix* m : {&l.down, &l.input.project})
             if (m->data) s.middle.need(m->acts(), m->groups);
-        s.q.need(chunk(std::max({l.q.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
+        s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
-        s.a.need(chunk(l.delta.a.out_padded()));
+        s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
         s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded(), l.input.project.out_padded()})));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
     }
@@ -149,7 +167,7 @@ void Model::fit_scratch() {
     for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(std::max(hidden, inner)));
     for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
     s.rotated.need(chunk(heads));
-    s.attended.need(chunk(heads));
+    s.attended.need(chunk(values));
     if (const StateShape& states = kv_.states().shape(); states.layers > 0) {
         s.attended.need(chunk(states.values()));
         s.convolved.need(chunk(states.channels()));

@@ -18,18 +18,19 @@
 
 namespace outpace {
 
-// Cosines and sines of position * inverse_frequency, times a scale, computed when a position is first seen.
+// Cosines and sines of position * inverse_frequency, times a scale, and what queries grow by, computed when a position is first seen.
 class Rope {
 public:
-    Rope(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
+    explicit Rope(RopeTable table) : table_(std::move(table)) {}
     void cover(int positions);
-    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * inverse_.size(); }
-    size_t half() const { return inverse_.size(); }
+    const float* cosines(int position) const { return cos_.data() + static_cast<size_t>(position) * half(); }
+    const float* sines(int position) const { return sin_.data() + static_cast<size_t>(position) * half(); }
+    float growth(int position) const { return growth_.empty() ? 1.0f : growth_[static_cast<size_t>(position)]; }
+    size_t half() const { return table_.frequencies.size(); }
 
 private:
-    std::vector<float> inverse_, cos_, sin_;
-    float scale_;
+    RopeTable table_;
+    std::vector<float> cos_, sin_, growth_;
     int covered_ = 0;
 };
 
@@ -111,12 +112,14 @@ private:
         size_t parts;  // where its blocks' partial results start, with more than one range
     };
     struct Job {
-        int tile, kv_head, range;
+        int tile, group, range;  // group: of heads, see groups_of
     };
     struct Split {  // attention of a chunk's tokens, in layers of such heads
-        int kv_heads, record;  // floats of a query's partial result
+        int kv_heads, groups;
+        int record;  // floats of a query's partial result
         std::vector<Tile> tiles = {};
         std::vector<Job> jobs = {};
+        int kv_head(int group) const { return group * kv_heads / groups; }
     };
     class Run;  // one chunk of tokens through all layers; run.h
 
@@ -161,6 +164,7 @@ private:
     enum Claim {
         kClaimJoin,
         kClaimQkv,
+        kClaimLatent,
         kClaimOutput,
         kClaimRouter,
         kClaimGateUp,

@@ -65,12 +65,12 @@ void Model::prepare(const BatchView& batch) {
     cover();
 }
 
-// Tiles of tokens of one row, by KV head: as wide as leaves work for every thread, since a tile reads its keys once;
+// Tiles of tokens of one row, by group of heads: as wide as leaves work for every thread, since a tile reads its keys once;
 // where even single tokens do not, by ranges of blocks too.
 void Model::cut(Split& split, int first, int count, int threads) {
-    const int group = weights_->config.heads / split.kv_heads;
-    int tile = std::max(1, std::min(8, kMaxQueries / group));
-    while (tile > 1 && (count + tile - 1) / tile * split.kv_heads < 2 * threads) tile /= 2;
+    const int groups = split.groups;
+    int tile = std::max(1, std::min(8, kMaxQueries / (weights_->config.heads / groups)));
+    while (tile > 1 && (count + tile - 1) / tile * groups < 2 * threads) tile /= 2;
     std::vector<Tile>& tiles = split.tiles;
     tiles.clear();
     split.jobs.clear();
@@ -81,7 +81,7 @@ void Model::cut(Split& split, int first, int count, int threads) {
         tiles.push_back({t, end - t, blocks, 1, 0});
         t = end;
     }
-    const int base = static_cast<int>(tiles.size()) * split.kv_heads;
+    const int base = static_cast<int>(tiles.size()) * groups;
     const int missing = base >= 2 * threads ? 1 : 6 * threads / base;  // taken as threads become free
     size_t parts = 0;
     for (size_t i = 0; i < tiles.size(); ++i) {
@@ -92,11 +92,11 @@ void Model::cut(Split& split, int first, int count, int threads) {
             parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(weights_->config.heads) * static_cast<size_t>(t.blocks) *
                      static_cast<size_t>(split.record);
         }
-        for (int head = 0; head < split.kv_heads; ++head)
-            for (int r = 0; r < t.ranges; ++r) split.jobs.push_back({static_cast<int>(i), head, r});
+        for (int group = 0; group < groups; ++group)
+            for (int r = 0; r < t.ranges; ++r) split.jobs.push_back({static_cast<int>(i), group, r});
     }
     if (scratch_.parts.size() < parts) scratch_.parts.need(parts + parts / 2);
-    const size_t counters = tiles.size() * static_cast<size_t>(split.kv_heads);
+    const size_t counters = tiles.size() * static_cast<size_t>(groups);
     if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
 }
 

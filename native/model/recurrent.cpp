@@ -1,5 +1,5 @@
-// Recurrent layers: short convolutions, which keep inputs alone; gated delta nets, with their convolution and gates, and the
-// states that a chunk's tokens go through.
+// Recurrent layers: short convolutions, which keep inputs alone; gated delta nets and state spaces, with their convolution and
+// gates, and the states that a chunk's tokens go through.
 //
 // A value head's tiles are one thread's, and a tile is read and written once whatever the width: what the row keeps from the
 // last forward is replayed, tokens that are sure are gone over, and those that may be taken back start from there, each node of a
@@ -137,26 +137,26 @@ void Model::Run::convolve(const Seat& me, const Layer& l, int place) {
         const int index = t - of->first - of->step.settled;  // among those that are kept
         for (int j = 0; j <= keep; ++j) inputs[j] += from;
         float* out = s_.convolved.get() + static_cast<size_t>(t) * static_cast<size_t>(channels) + from;
-        k_.convolve(inputs, d.convolution.data() + from, channels, shape.taps, width, true, out);
+        k_.convolve(inputs, d.convolution.data() + from, d.convolution_bias.empty() ? nullptr : d.convolution_bias.data() + from, channels,
+            shape.taps, width, true, out);
         if (value < 0) {  // x / sqrt(sum of squares + 1e-6), queries times key_dim^-0.5
             const std::vector<float>& scale = head < d.key_heads ? m_.query_scale_ : m_.key_scale_;
-            k_.rmsnorm(out, scale.data(), 1e-6f / static_cast<float>(d.key_dim), d.key_dim, out);
+            if (!d.scans()) k_.rmsnorm(out, scale.data(), 1e-6f / static_cast<float>(d.key_dim), d.key_dim, out);
             if (head >= d.key_heads && index >= 0)
                 std::memcpy(next.keys(shape, place, index) + (head - d.key_heads) * d.key_dim, out, static_cast<size_t>(width) * 4);
             continue;
         }
-        const double a = product_in(s_.a, t, d.a)[value], b = product_in(s_.v, t, d.b)[value];
         const auto at = static_cast<size_t>(value);
+        const double a = product_in(s_.a, t, d.a)[value], b = d.scans() ? a : product_in(s_.v, t, d.b)[value];
+        const double step = softplus(a + static_cast<double>(d.dt_bias[at]));
         float* rates = s_.rates.get() + 2 * (static_cast<size_t>(t) * static_cast<size_t>(d.value_heads) + at);
-        rates[0] = std::isnan(b) ? NAN : narrowed(logistic(b));
-        rates[1] = std::isnan(a)
-                       ? NAN
-                       : narrowed(exponential(static_cast<double>(d.decay[at]) * softplus(a + static_cast<double>(d.dt_bias[at]))));
+        rates[0] = std::isnan(b) ? NAN : narrowed(d.scans() ? step : logistic(b));
+        rates[1] = std::isnan(a) ? NAN : narrowed(exponential(static_cast<double>(d.decay[at]) * step));
         if (index >= 0) next.decays(shape, place, index)[value] = rates[1];
     }
 }
 
-// A value head of one row: its states, its tokens' outputs, normed, gated and encoded for the product behind.
+// A value head of one row: its states, its tokens' outputs; of a delta net, these normed, gated and encoded for the product behind.
 void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurrence& of, int head) {
     const DeltaNet& d = l.delta;
     const StateShape& shape = m_.kv_.states().shape();
@@ -167,6 +167,7 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
     const float* zeros = s_.zeros.get();
     float* tiles = s_.tiles[static_cast<size_t>(me.id)].get();
     float unkept[kStateColumns];
+    const auto step = d.scans() ? k_.scan_step : k_.delta_step;
     for (int column = 0; column < d.value_dim; column += kStateColumns) {
         const size_t place_of = static_cast<size_t>(place) * shape.layer() +
                                 static_cast<size_t>(head) * static_cast<size_t>(d.value_dim) * rows +
@@ -189,8 +190,9 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
             token.out = s_.attended.get() + static_cast<size_t>(t) * static_cast<size_t>(shape.values()) + head * d.value_dim + column;
             token.beta = rates[0];
             token.decay = rates[1];
+            token.skip = d.scans() ? d.skip[static_cast<size_t>(head)] : 0.0f;
             if (kept < 0) {
-                k_.delta_step(token, state, rows, to);
+                step(token, state, rows, to);
                 state = to;
                 continue;
             }
@@ -198,9 +200,10 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
             const float* from = parent < of.first + of.step.settled
                                     ? state
                                     : tiles + static_cast<size_t>(m_.slots_[static_cast<size_t>(parent)]) * tile;
-            k_.delta_step(token, from, rows, slot < 0 ? nullptr : tiles + static_cast<size_t>(slot) * tile);
+            step(token, from, rows, slot < 0 ? nullptr : tiles + static_cast<size_t>(slot) * tile);
         }
     }
+    if (d.scans()) return;
     const Acts acts = l.o.acts();
     uint8_t* encoded = s_.heads.get(acts);
     const int used = shape.values() / kGroup, groups = d.value_dim / kGroup;
@@ -214,6 +217,24 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
             std::fill(line, line + (l.o.groups - used) * kGroup, 0.0f);
             k_.encode(acts, line, used, l.o.groups, encoded, n_, t);
         }
+    }
+}
+
+// A state space's outputs, gated, normed group by group and encoded for the product behind.
+void Model::Run::gate_scanned(const Seat& me, const Layer& l) {
+    const DeltaNet& d = l.delta;
+    const int values = d.value_heads * d.value_dim, real = l.o.cols / d.value_heads, group = l.o.cols / d.key_heads;
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    const Part part = me.of(n_);
+    for (int t = part.begin; t < part.end; ++t) {
+        float* out = s_.attended.get() + static_cast<size_t>(t) * static_cast<size_t>(values);
+        k_.gate(Activation::Silu, product_in(s_.k, t, d.z), out, values, out);
+        for (int head = 0; head < d.value_heads; ++head)
+            std::memcpy(line + head * real, out + head * d.value_dim, static_cast<size_t>(real) * 4);
+        for (int from = 0; from < l.o.cols && !d.norm.empty(); from += group)
+            k_.rmsnorm(line + from, d.norm.data() + from, c_.eps, group, line + from);
+        std::fill(line + l.o.cols, line + l.o.in_padded(), 0.0f);
+        k_.encode(l.o.acts(), line, 0, l.o.groups, s_.heads.get(l.o.acts()), n_, t);
     }
 }
 
@@ -240,7 +261,7 @@ bool Model::Run::short_conv(Seat& me, const Layer& l, int index) {
         while (t >= of->first + of->step.settled + of->step.kept) ++of;
         taps(s_.convolved.get(), static_cast<size_t>(hidden), place, *of, t, inputs);
         remember(place, *of, t, inputs, 0, hidden);
-        k_.convolve(inputs, l.conv.convolution.data(), hidden, taps_there, hidden, false, line);
+        k_.convolve(inputs, l.conv.convolution.data(), nullptr, hidden, taps_there, hidden, false, line);
         const float* behind = product_in(s_.q, t, l.conv.in) + hidden;
         for (int i = 0; i < hidden; ++i) line[i] = times(behind[i], line[i]);
         std::fill(line + hidden, line + l.o.in_padded(), 0.0f);
@@ -264,6 +285,9 @@ bool Model::Run::recurrence(Seat& me, const Layer& l, int index) {
     const int jobs = static_cast<int>(m_.recurrences_.size()) * d.value_heads;
     for (int job; (job = next.fetch_add(1, std::memory_order_relaxed)) < jobs;)
         go_over(me, l, place, m_.recurrences_[static_cast<size_t>(job / d.value_heads)], job % d.value_heads);
+    if (!d.scans()) return true;
+    if (!meet(me)) return false;
+    gate_scanned(me, l);
     return true;
 }
 

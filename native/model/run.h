@@ -68,6 +68,14 @@ private:
         encode_line(me, c_.hidden, n, at, ms, to);
     }
 
+    // What feeds a layer forward.
+    void encode_fed(const Seat& me, int t, const Layer& l) {
+        if (l.experts.count > 0)
+            encode_for_experts(me, t, l);
+        else
+            encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
+    }
+
     // The thread's line, of which `filled` values are set, encoded for matrices `ms`.
     void encode_line(const Seat& me, int filled, int n, int at, std::initializer_list<const Matrix*> ms) {
         encode_line(me, filled, n, at, ms, s_.in);
@@ -156,16 +164,19 @@ private:
         if (before.input.gate.data)
             add_back(me, t, before.input.norm, {}, product_of(t, before.input.project));
         else
-            add_fed(me, t, before);
+            add_made(me, t, before);
         if (before.output_scale != 1.0f) {
             float* at = x(me, t);
             for (int i = 0; i < c_.hidden; ++i) at[i] = times(at[i], before.output_scale);
         }
         keep_hidden(me, t, l - 1);
     }
-    // What a layer's feed-forward gave.
-    void add_fed(const Seat& me, int t, const Layer& l) {
-        add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down));
+    // What a layer's feed-forward gave, or its attention, where it has no feed-forward.
+    void add_made(const Seat& me, int t, const Layer& l) {
+        if (l.feeds())
+            add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down));
+        else
+            add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
     }
 
     // work(begin, end) on stretches of `total` units that are this thread's: its share, or, where cores differ, half as much
@@ -206,6 +217,7 @@ private:
     bool add_input(Seat& me, const Layer& l, int index);
     void begin_layer(const Seat& me, const Layer& l, int index);
     bool layer(Seat& me, int index);
+    bool feed(Seat& me, const Layer& l, int index);
     bool store(Seat& me, int index);
     bool end_layers(Seat& me);
     const uint8_t* first_keys(int job, int layer) const;
@@ -244,6 +256,16 @@ private:
             [&](int begin, int end) { k_.matmul(l.down, s_.middle.get(l.down.acts()), n_, begin, end, s_.y.get(), l.down.out_padded()); });
     }
 
+    // Of latent attention; latent.cpp.
+    bool latent(Seat& me, const Layer& l, int index);
+    void absorb(const Seat& me, const Layer& l, int head);
+    void store_latent(const Seat& me, const Layer& l, int index, int t);
+    void turned(const Layer& l, const Plan::Token& tok, const float* x, float scale, float* to) const;
+    // Of all tokens for a head's product with `m`, which has one head's rows after another's.
+    const uint8_t* inputs_of(const Matrix& m, int head) const {
+        return s_.latents.get(m.acts()) + static_cast<size_t>(head) * static_cast<size_t>(m.groups * n_ * act_bytes(m.acts()));
+    }
+
     // Of a recurrent layer; recurrent.cpp.
     bool recurrence(Seat& me, const Layer& l, int index);
     void taps(const float* own, size_t stride, int place, const Recurrence& of, int t, const float** inputs) const;
@@ -251,6 +273,7 @@ private:
     bool short_conv(Seat& me, const Layer& l, int index);
     void convolve(const Seat& me, const Layer& l, int place);
     void go_over(const Seat& me, const Layer& l, int place, const Recurrence& of, int head);
+    void gate_scanned(const Seat& me, const Layer& l);
 
     // Of a mixture of experts; experts.cpp.
     bool mixture(Seat& me, const Layer& l, int index);

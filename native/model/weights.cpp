@@ -21,11 +21,12 @@ void fits(const std::vector<float>& v, int n, bool required, const char* name) {
 void fits(const Experts& e, const Config& c) {
     constexpr int most = 1 << 14;
     if (e.count < 1 || e.count > most || e.used < 1 || e.used > e.count || e.inner < 1 || e.inner > most * 4 || e.shared < 0 ||
-        !(e.scale > 0) || !(e.least_total >= 0))
+        e.groups < 1 || e.count % e.groups != 0 || e.used_groups < 1 || e.used_groups > e.groups ||
+        e.used > e.used_groups * (e.count / e.groups) || !(e.scale > 0) || !(e.least_total >= 0))
         throw std::invalid_argument("a mixture's sizes do not fit together");
     const int inner = e.count * round_up(e.inner, 64);
     fits(e.router, e.router.rows > e.count && e.shared > 0 ? e.count + 1 : e.count, c.hidden, "a router");
-    fits(e.gate, inner, c.hidden, "experts' gate matrix");
+    if (c.activation != Activation::Relu) fits(e.gate, inner, c.hidden, "experts' gate matrix");
     fits(e.up, inner, c.hidden, "experts' up matrix");
     fits(e.down, e.count * round_up(c.hidden, 64), e.inner, "experts' down matrix");
     fits(e.router_bias, e.count, false, "a router's bias");
@@ -51,13 +52,17 @@ void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config
     const int keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim;
     fits(d.qkv, 2 * keys + values, c.hidden, "a matrix of queries, keys and values");
     fits(d.z, values, c.hidden, "a gate's matrix");
-    fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
+    if (!d.scans()) fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
     fits(d.a, d.value_heads, c.hidden, "the matrix of decays");
-    fits(l.o, c.hidden, values, "a recurrent layer's output matrix");
+    const int real = d.scans() && l.o.cols % d.value_heads == 0 && l.o.cols <= values ? l.o.cols : values;
+    fits(l.o, c.hidden, real, "a recurrent layer's output matrix");
     fits(d.convolution, d.taps * (2 * keys + values), true, "a convolution");
     fits(d.decay, d.value_heads, true, "decays");
     fits(d.dt_bias, d.value_heads, true, "a decay's bias");
-    fits(d.norm, d.value_dim, true, "a recurrent layer's norm");
+    fits(d.norm, d.scans() ? real : d.value_dim, !d.scans(), "a recurrent layer's norm");
+    fits(d.skip, d.value_heads, first.scans(), "a state space's skips");
+    fits(d.convolution_bias, 2 * keys + values, false, "a convolution's bias");
+    if (d.scans() != first.scans() || (d.scans() && d.b.data)) throw std::invalid_argument("recurrent layers differ in their kinds");
 }
 
 void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const Config& c) {
@@ -68,25 +73,40 @@ void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const C
     fits(conv.convolution, conv.taps * c.hidden, true, "a convolution");
 }
 
+void fits(const Latent& a, const Layer& l, const Config& c) {
+    const int value = l.o.cols / c.heads;
+    if (a.rank % kRows != 0 || a.plain < 1 || a.rotated < 2 || a.rotated % 2 != 0 || value < 1 || value % kRows != 0 || !(a.eps >= 0) ||
+        l.kv_heads != 1 || l.head_dim != a.rank + a.rotated || l.shares >= 0 || l.rope < 0 || !l.sinks.empty() || l.gated ||
+        !l.q_bias.empty() || !l.k_bias.empty() || !l.v_bias.empty() || !l.v_norm.empty())
+        throw std::invalid_argument("the sizes of latent attention do not fit together");
+    if (a.q_down.data) fits(a.q_down, l.q.cols, c.hidden, "a matrix of queries' latent vectors");
+    fits(l.q_norm, l.q.cols, a.q_down.data != nullptr, "a norm of queries' latent vectors");
+    fits(l.q, c.heads * (a.plain + a.rotated), a.q_down.data ? l.q.cols : c.hidden, "a query matrix");
+    fits(l.k, l.head_dim, c.hidden, "a matrix of latent vectors");
+    fits(l.k_norm, a.rank, true, "a norm of latent vectors");
+    fits(a.k_up, c.heads * a.rank, a.plain, "a matrix of keys from latent vectors");
+    fits(a.v_up, c.heads * value, a.rank, "a matrix of values from latent vectors");
+    fits(l.o, c.hidden, c.heads * value, "an attention output matrix");
+}
+
 void fits_heads(const Weights& w, const Layer& l, int index) {
     const Config& c = w.config;
-    if (l.recurs()) return;
-    if (l.kv_heads <= 0 || c.heads % l.kv_heads != 0 || c.heads / l.kv_heads > kMaxQueries || l.head_dim <= 0 || l.head_dim % 2 != 0 ||
-        round_up(l.head_dim, 16) > kMaxHead)
+    if (!l.attends()) return;
+    if (l.kv_heads <= 0 || c.heads % l.kv_heads != 0 || l.head_dim <= 0 || l.head_dim % 2 != 0 || round_up(l.head_dim, 16) > kMaxHead)
         throw std::invalid_argument("a layer's heads do not fit together");
     if (!l.v.data && l.shares < 0 && static_cast<int>(l.k_norm.size()) > l.head_dim)
         throw std::invalid_argument("a layer whose values are made of its keys' product can have no norm over all of its keys");
     if (l.shares < 0) return;
     const bool there = l.shares < index && !l.k.data && !l.v.data;
     const Layer* from = there ? &w.layers[static_cast<size_t>(l.shares)] : nullptr;
-    if (!from || from->recurs() || from->shares >= 0 || from->kv_heads != l.kv_heads || from->head_dim != l.head_dim)
+    if (!from || !from->attends() || from->latent.rank > 0 || from->shares >= 0 || from->kv_heads != l.kv_heads ||
+        from->head_dim != l.head_dim)
         throw std::invalid_argument("a layer reads keys and values that do not fit it");
 }
-
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.heads / c.kv_heads > kMaxQueries)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty())
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
     fits(w.head, c.outputs, c.hidden, "the output head");
@@ -106,7 +126,10 @@ void check(const Weights& w) {
         } else if (l.conv.taps > 0) {
             if (!convolved) convolved = &l.conv;
             fits(l.conv, *convolved, l, c);
-        } else {
+        } else if (l.latent.rank > 0) {
+            attends = true;
+            fits(l.latent, l, c);
+        } else if (l.q.data || !l.feeds()) {
             attends = true;
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
             if (l.shares < 0) fits(l.k, kv, read, "a key matrix");
@@ -116,8 +139,9 @@ void check(const Weights& w) {
         if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > d || d % 16 != 0))
             throw std::invalid_argument("a layer whose heads are gated can have no bias and no norm over all of its queries");
         const Experts& e = l.experts;
-        if (const int inner = e.count > 0 ? e.shared : l.gate.data ? l.gate.rows : c.ffn; inner > 0) {
-            fits(l.gate, inner, c.hidden, "a gate matrix");
+        const bool only_mixes = l.mixes() && !l.gate.data && !l.up.data && !l.down.data;
+        if (const int inner = e.count > 0 ? e.shared : l.up.data ? l.up.rows : only_mixes ? 0 : c.ffn; inner > 0) {
+            if (c.activation != Activation::Relu) fits(l.gate, inner, c.hidden, "a gate matrix");
             fits(l.up, inner, c.hidden, "an up matrix");
             fits(l.down, c.hidden, inner, "a down matrix");
         }
@@ -128,8 +152,10 @@ void check(const Weights& w) {
         fits(l.ffn_norm, c.hidden, false, "a feed-forward norm");
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
-        fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : d, false, "a query norm");
-        fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : d, false, "a key norm");
+        if (l.latent.rank == 0) {
+            fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : d, false, "a query norm");
+            fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : d, false, "a key norm");
+        }
         fits(l.v_norm, d, false, "a value norm");
         fits(l.q_bias, q, false, "a query bias");
         fits(l.k_bias, kv, false, "a key bias");
@@ -138,11 +164,15 @@ void check(const Weights& w) {
         fits(l.embed_norm, c.hidden, false, "an embedding norm");
         if (!l.embed_norm.empty() && &l != &w.layers[0])
             throw std::invalid_argument("only the first layer can read embeddings beside features");
+        if (c.activation == Activation::Relu && (l.gate.data || e.gate.data))
+            throw std::invalid_argument("a layer whose activation is relu2 has no gate");
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
-        if (l.rope >= 0 && static_cast<int>(w.ropes[static_cast<size_t>(l.rope)].frequencies.size()) * 2 > d)
+        const int turned = l.rope < 0 ? 0 : 2 * static_cast<int>(w.ropes[static_cast<size_t>(l.rope)].frequencies.size());
+        if (l.attends() && (turned > d || (l.latent.rank > 0 && turned != l.latent.rotated)))
             throw std::invalid_argument("a rope table does not fit the head size");
         if (w.inputs.width > 0) {
+            if (!l.feeds()) throw std::invalid_argument("a layer that has inputs of its own has no feed-forward");
             fits(l.input.gate, w.inputs.width, c.hidden, "the gate of a layer's inputs");
             fits(l.input.project, c.hidden, w.inputs.width, "the projection of a layer's inputs");
             fits(l.input.norm, c.hidden, true, "the norm of a layer's inputs");
@@ -156,8 +186,9 @@ void check(const Weights& w) {
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
     if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
-    for (const auto& [frequencies, scale] : w.ropes)
-        if (frequencies.empty() || !(scale > 0)) throw std::invalid_argument("a rope table has no frequencies or no scale");
+    for (const auto& [frequencies, scale, growth, period] : w.ropes)
+        if (frequencies.empty() || !(scale > 0) || !(growth >= 0) || (growth > 0 && period < 1))
+            throw std::invalid_argument("a rope table has no frequencies or no scale, or grows by nothing");
 }
 
 // With the model's heads where a layer does not say its own.
@@ -187,7 +218,8 @@ size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0) + inputs.table.bytes() + inputs.project.bytes();
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate, &l.input.project})
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.latent.q_down, &l.latent.k_up,
+                 &l.latent.v_up, &l.input.gate, &l.input.project})
             bytes += m->bytes();
     return bytes;
 }

@@ -18,6 +18,8 @@ struct Experts {
     int used = 0, inner = 0;   // that a token goes to; inner size of each
     int shared = 0;            // inner size of the expert that every token goes to; 0: there is none
     Score score = Score::Softmax;
+    int groups = 1, used_groups = 1;  // the chosen ones are of the best so many of these groups of neighbours,
+    bool best_two = false;            // judged by their best two experts, or by the best one
     bool renormalise = false;  // weights of the chosen ones are divided by their sum, or by `least_total` if that is more
     float least_total = 0.0f, scale = 1.0f;
     Matrix router;             // [count, hidden], float32; a row more, where it has one, is the shared expert's gate
@@ -33,15 +35,22 @@ struct Experts {
 
 constexpr int kMostTaps = 8;
 
-// A gated delta net, in the place of attention. Value heads share key heads, a range of them one or (tiled) each so-many-th.
+// A gated delta net, or a state space (Mamba-2), in the place of attention: both keep a state [key_dim][value_dim] a value head.
+// Value heads share key heads, a range of them one or (tiled) each so-many-th.
 struct DeltaNet {
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // key_heads 0: the layer has none
     int taps = 0;  // of the convolution
     bool tiled = false;
     Matrix qkv, z, b, a;               // queries, keys and values; the output's gate; what updates and decays are made of
     std::vector<float> convolution;    // [taps][channels], the oldest first
+    std::vector<float> convolution_bias;  // [channels]
     std::vector<float> decay, dt_bias;  // [value_heads]: decays are e^(decay * softplus(a + dt_bias))
-    std::vector<float> norm;           // [value_dim]
+    std::vector<float> norm;           // [value_dim]; of a state space, whose groups are normed behind the gate, [values] or none
+    // [value_heads], of a state space: what of a value stands in the output beside the state's. It has no `b`: a token's update
+    // is its value times softplus(a + dt_bias), whatever the state is. Of each value head the first values go into `o`, as many
+    // as that has inputs for; the others pad it.
+    std::vector<float> skip;
+    bool scans() const { return !skip.empty(); }
 };
 
 // A short convolution between two gates, in the place of attention.
@@ -49,6 +58,18 @@ struct ShortConv {
     int taps = 0;                    // 0: the layer has none
     Matrix in;                       // [3 hidden, hidden]: the gate before it, the one behind it, what goes through
     std::vector<float> convolution;  // [taps][hidden], the oldest first
+};
+
+// Attention to latent vectors, which are keys and values of all heads (arXiv 2405.04434). q has of each head its plain part and its
+// rotated one; k gives a latent vector and the rotated part of all heads' keys.
+struct Latent {
+    int rank = 0;                 // of a latent vector; 0: the layer has none
+    int plain = 0, rotated = 0;   // sizes of both parts of a head
+    bool neighbours = false;      // pairs that turn together stand side by side
+    float eps = 0.0f;             // of the norms: q_norm, of what q_down gives, and k_norm, of latent vectors
+    Matrix q_down;                // [.., hidden], which q reads; none: q reads the hidden state
+    Matrix k_up;                  // [heads * rank, plain]: a head's plain queries as latent vectors
+    Matrix v_up;                  // [heads * value, rank]: latent vectors as a head's values
 };
 
 // What a layer adds behind its feed-forward: project(activation(gate x) * the token's input for this layer), normed.
@@ -65,18 +86,24 @@ struct LayerInputs {
     std::vector<float> norm;  // [width], of each layer's
 };
 
-// Vectors that are empty are left out of the computation.
+// Vectors that are empty are left out of the computation, as are matrices of a layer that only mixes tokens or only feeds them
+// forward.
 struct Layer {
     Matrix q, k, v, o;  // without v, values are made of what k gave
-    Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one
+    Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one; without `gate`, relu(up) stands in its place
     Experts experts;
     DeltaNet delta;  // with it, there are no q, k, v
     ShortConv conv;  // as with it
+    Latent latent;   // with it, there is no v
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
+    bool attends() const { return q.data && !recurs(); }
+    bool mixes() const { return q.data || recurs(); }
+    bool feeds() const { return up.data || experts.count > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
     std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
     int kv_heads = 0, head_dim = 0;  // 0: the model's
+    int value_dim() const { return latent.rank > 0 ? latent.rank : head_dim; }  // of a KV head's values
     int shares = -1;  // an earlier layer whose keys and values it reads, having none of its own; -1: it has
     std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once
     std::vector<float> v_norm;          // [head_dim]
@@ -107,6 +134,8 @@ struct Config {
 struct RopeTable {
     std::vector<float> frequencies;  // inverse ones
     float scale;                     // of cosines and sines
+    float growth = 0.0f;             // queries are multiplied by 1 + growth * ln(1 + position / period), the ratio rounded down
+    int period = 0;
 };
 
 // Never changed once it is made, so that any number of models can share it.

@@ -180,12 +180,14 @@ void KV::each_piece(int slot, const F& f) const {
     const size_t piece = shape_.type == KVType::I8 ? 1 : 4, at = static_cast<size_t>(slot);
     for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
         const size_t dim = static_cast<size_t>(shape_[layer].dim_padded()), row = dim * element_bytes(shape_.type), count = row / piece;
+        const size_t value_dim = static_cast<size_t>(shape_[layer].value_padded()), value_row = value_dim * element_bytes(shape_.type);
         for (int head = 0; head < shape_[layer].heads; ++head) {
             const size_t keys = shape_.keys(layer, head), values = shape_.values(layer, head);
             for (size_t i = 0; i < count; ++i) f(keys, at / 16 * 16 * row + (16 * i + at % 16) * piece, piece);
-            f(values, at * row, row);
+            f(values, at * value_row, value_row);
             if (shape_.type != KVType::I8) continue;
-            for (const size_t part : {keys, values}) f(part, kBlock * dim + 4 * at, size_t{4});
+            f(keys, kBlock * dim + 4 * at, size_t{4});
+            f(values, kBlock * value_dim + 4 * at, size_t{4});
         }
     }
 }

@@ -22,19 +22,20 @@ struct MemoryLimit : std::runtime_error {
 // Layers may differ in their heads; a block has them one after the other.
 struct KVShape {
     struct Layer {
-        int heads, dim;
+        int heads, dim, value_dim;
         size_t first;  // where its keys begin in a block
         int dim_padded() const { return round_up(dim, 16); }
+        int value_padded() const { return round_up(value_dim, 16); }
     };
     KVType type;
     std::vector<Layer> layers = {};
 
-    void add(int heads, int dim) { layers.push_back({heads, dim, block()}); }
+    void add(int heads, int dim, int value_dim) { layers.push_back({heads, dim, value_dim, block()}); }
     const Layer& operator[](int layer) const { return layers[static_cast<size_t>(layer)]; }
-    // Bytes of one head's keys (or values) in a block.
-    size_t part(int layer) const { return part_bytes(type, (*this)[layer].dim_padded()); }
-    size_t keys(int layer, int head) const { return (*this)[layer].first + static_cast<size_t>(head) * 2 * part(layer); }
-    size_t values(int layer, int head) const { return keys(layer, head) + part(layer); }
+    // Bytes of one head's keys and values in a block.
+    size_t pair(int layer) const { return part_bytes(type, (*this)[layer].dim_padded()) + part_bytes(type, (*this)[layer].value_padded()); }
+    size_t keys(int layer, int head) const { return (*this)[layer].first + static_cast<size_t>(head) * pair(layer); }
+    size_t values(int layer, int head) const { return keys(layer, head) + part_bytes(type, (*this)[layer].dim_padded()); }
     size_t block() const {
         const int last = static_cast<int>(layers.size()) - 1;
         return last < 0 ? 0 : keys(last, layers.back().heads);

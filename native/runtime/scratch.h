@@ -112,11 +112,13 @@ struct Scratch {
     std::vector<Buffer<float>> pair;  // a thread's gate and up values
     Buffer<float> q, k, v;            // products
     Buffer<float> rotated;            // [kChunk][heads][dim_padded]
-    Buffer<float> attended;           // [kChunk][heads][dim_padded]
+    Buffer<float> attended;           // [kChunk][heads][value_padded]
     Buffer<float> y;                  // output and down projections
     Buffer<float> inputs;             // tokens' inputs for each layer
     ActBuffer heads, middle;          // inputs of the output and down projections
-    Buffer<float> a, convolved, rates;  // of recurrent layers: [kChunk][...]
+    ActBuffer latents;                // of latent attention: inputs of each head's own products, head after head
+    Buffer<float> a;                    // one more product of latent attention and of recurrent layers
+    Buffer<float> convolved, rates;     // of recurrent layers: [kChunk][...]
     Buffer<float> zeros;                // a tile of an empty row's
     Buffer<float> router;             // a mixture's router
     ActBuffer pairs_in;               // inputs of experts' down products, expert after expert

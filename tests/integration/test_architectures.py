@@ -359,10 +359,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tiny("gemma3_text", use_bidirectional_attention=True), "is not causal",
     ),
     "mamba": (lambda: tiny("mamba", state_size=4, expand=2), "recurrent state"),
-    "qwen3_next": (
-        lambda: tiny("qwen3_next", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-                     shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
-                     linear_key_head_dim=8, linear_value_head_dim=8),
+    "minimax": (
+        lambda: tiny("minimax", head_dim=16, num_local_experts=2,
+                     layer_types=["linear_attention", "full_attention"] * 2),
         "no attention of its own",
     ),
     "bloom": (lambda: tiny("bloom", n_head=4, n_layer=2), "takes no positions"),

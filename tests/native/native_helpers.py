@@ -103,29 +103,47 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         "context": 4096, "experts": 6, "used": 3, "expert_inner": 96,
     } | sizes  # fmt: skip
     inputs = max(32, BLOCKS[kind][0])  # width of Gemma 4's inputs for each layer
+    single = architecture == "nemotron_h"  # scans, feeds, attends ...
+    if single:
+        s["layers"] = max(3, s["layers"])
     rng = np.random.default_rng(3)
     out = gguf.GGUFWriter(path, architecture)
     out.add_block_count(s["layers"])
     out.add_context_length(s["context"])
     out.add_embedding_length(s["hidden"])
-    out.add_feed_forward_length(s["inner"])
+    feeds = [not single or i % 3 == 1 for i in range(s["layers"])]
+    out.add_feed_forward_length([s["inner"] * each for each in feeds] if single else s["inner"])
     out.add_head_count(s["heads"])
-    attends = [
-        i % 2 == 1 or architecture not in ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next")
-        for i in range(s["layers"])
-    ]
+    recurrent = ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next", "granitehybrid")
+    attends = [i % 2 == 1 or architecture not in recurrent for i in range(s["layers"])]
+    if single:
+        attends = [i % 3 == 2 for i in range(s["layers"])]
     # Gemma 4's layers: every other one sees all, with heads twice as wide, one KV head and no matrix of values; with
     # more than three of them the last two read what others have stored.
     full = [architecture == "gemma4" and i % 2 == 1 for i in range(s["layers"])]
     shares = [architecture == "gemma4" and s["layers"] > 3 and i >= s["layers"] - 2 for i in range(s["layers"])]
     kv_heads = [1 if wide else s["kv_heads"] for wide in full]
     widths = [s["head_dim"] * (1 + wide) for wide in full]
-    if "lfm2" in architecture:
-        out.add_head_count_kv([s["kv_heads"] * each for each in attends])
+    rank, plain, rotated, value = 96, 32, 16, 32  # of latent attention
+    if architecture == "deepseek2":
+        out.add_head_count_kv(1)
+        out.add_key_length(rank + rotated)
+        out.add_value_length(rank)
+        out.add_kv_lora_rank(rank)
+        out.add_q_lora_rank(64)
+        out.add_key_length_mla(plain + rotated)
+        out.add_value_length_mla(value)
+        out.add_rope_dimension_count(rotated)
+        out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        out.add_expert_group_count(2)
+        out.add_expert_group_used_count(1)
     else:
-        out.add_head_count_kv(kv_heads if any(full) else s["kv_heads"])
-    for add in (out.add_key_length, out.add_value_length):
-        add(2 * s["head_dim"] if any(full) else s["head_dim"])
+        if "lfm2" in architecture or single or architecture == "granitehybrid":
+            out.add_head_count_kv([s["kv_heads"] * each for each in attends])
+        else:
+            out.add_head_count_kv(kv_heads if any(full) else s["kv_heads"])
+        for add in (out.add_key_length, out.add_value_length):
+            add(2 * s["head_dim"] if any(full) else s["head_dim"])
     if architecture == "gemma4":
         out.add_key_length_swa(s["head_dim"])
         out.add_value_length_swa(s["head_dim"])
@@ -142,6 +160,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_attn_logit_softcapping(0.5)
         out.add_final_logit_softcapping(1.5)
 
+    if architecture == "mistral3":
+        out.add_attn_temperature_scale(0.4)
+        out.add_rope_scaling_orig_ctx_len(32)
     if s.get("tokenizer"):
         alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256)))]
         out.add_tokenizer_model("gpt2")
@@ -162,13 +183,11 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         else:
             out.add_tensor(name, raw, raw_dtype=Type[kind])
 
-    def stacked(name: str, rows: int, cols: int) -> None:
-        raw = random_bytes(rng, kind, s["experts"] * rows, cols, 1 / np.sqrt(cols)).reshape(s["experts"], rows, -1)
+    def stacked(name: str, rows: int, cols: int, count: int) -> None:
+        raw = random_bytes(rng, kind, count * rows, cols, 1 / np.sqrt(cols)).reshape(count, rows, -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(kind)
         if s.get("unpacked"):
-            out.add_tensor(
-                name, dequantized(raw.reshape(s["experts"] * rows, -1), kind).reshape(s["experts"], rows, cols)
-            )
+            out.add_tensor(name, dequantized(raw.reshape(count * rows, -1), kind).reshape(count, rows, cols))
         elif plain is not None:
             out.add_tensor(name, raw.view(plain))
         else:
@@ -179,20 +198,22 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
 
     family = families.of_gguf(architecture)
     assert family is not None
-    if family.mixture is not None:
+    mixture = None if family.mixture is None or family.mixture.optional else family.mixture
+    if mixture is not None:
         out.add_expert_count(s["experts"])
         out.add_expert_used_count(s["used"])
         out.add_expert_feed_forward_length(s["expert_inner"])
     if family.conv is not None:
         out.add_shortconv_l_cache(3)
-    if family.delta is not None:
+    if family.delta is not None or family.scan is not None:
         out.add_ssm_conv_kernel(4)
         out.add_ssm_state_size(16)
         out.add_ssm_group_count(2)
         out.add_ssm_time_step_rank(4)
         out.add_ssm_inner_size(4 * 32)
+    if family.delta is not None:
         out.add_full_attention_interval(2)
-    if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe"):
+    if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe", "deepseek2"):
         out.add_leading_dense_block_count(1)
 
     def experts(layer: int, mixture: families.Mixture) -> None:
@@ -202,7 +223,9 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         joined = mixture.experts["gate"][0][0] == mixture.experts["up"][0][0]
         for part, rows, cols in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             if part != "up" or not joined:
-                stacked(f"{at}{mixture.experts[part][0][0]}", rows * (2 if joined and part == "gate" else 1), cols)
+                stacked(
+                    f"{at}{mixture.experts[part][0][0]}", rows * (2 if joined and part == "gate" else 1), cols, count
+                )
             if mixture.shared and mixture.flag is None:
                 matrix(f"{at}{mixture.shared[part][0]}.weight", rows, cols)
         for places in mixture.norms.values():
@@ -233,6 +256,17 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for places, n, around in ((delta.decay, 4, -0.5), (delta.dt_bias, 4, 0.0), (delta.norm, 32, 1.0)):
             vector(f"{at}{places[0][0]}", n, around)
 
+    def scan(layer: int, names: families.StateSpace) -> None:
+        at = f"blk.{layer}."
+        matrix(f"{at}{names.into[0]}.weight", 128 + 128 + 2 * 2 * 16 + 4, hidden)
+        matrix(f"{at}{names.o[0]}.weight", hidden, 128)
+        out.add_tensor(f"{at}{names.convolution[0][0]}", rng.normal(0, 0.5, (192, 4)).astype(np.float32))
+        for places, n, around in (
+            (names.convolution_bias, 192, 0.0), (names.decay, 4, -0.5), (names.dt_bias, 4, 0.0), (names.skip, 4, 1.0),
+        ):  # fmt: skip
+            vector(f"{at}{places[0][0]}", n, around)
+        out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
+
     hidden = s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector(f"{family.outer['final_norm'][0]}.weight", hidden)
@@ -251,17 +285,22 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             norms = {"q_norm": q, "k_norm": kv}
         missing = ("k", "v", "k_norm") if shares[i] else ("v",) if full[i] else ()
         fused: dict[str, list[str]] = {}
-        dense = family.mixture is None or (i == 0 and family.mixture.first is not None)
-        beside = family.mixture is not None and family.mixture.flag is not None
-        parts = [part for part in families.MATRICES if dense or beside or part in ("q", "k", "v", "o")]
+        columns = {"o": q, "down": s["inner"]}
+        if family.latent is not None:
+            sizes |= {"q": s["heads"] * (plain + rotated), "k": rank + rotated}
+            columns |= {"q": 64, "o": s["heads"] * value}
+            norms = {"q_norm": 64, "k_norm": rank}
+        dense = mixture is None or (i == 0 and mixture.first is not None)
+        fed = (dense or (mixture is not None and mixture.flag is not None)) and feeds[i]
+        parts = [part for part in family.layer if part in families.MATRICES and (fed or part in ("q", "k", "v", "o"))]
         parts = [part for part in parts if part not in missing]
         for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
-            cols = {"o": q, "down": s["inner"]}.get(parts[0], hidden)
-            matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), cols)
+            matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), columns.get(parts[0], hidden))
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
-            if part in family.layer and part not in missing and (attends[i] or not part.startswith(("q_", "k_"))):
+            there = part not in missing and (part == "attn_norm" or not single)
+            if part in family.layer and there and (attends[i] or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
         if family.inputs:
             matrix(f"blk.{i}.inp_gate.weight", inputs, hidden)
@@ -269,10 +308,16 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             vector(f"blk.{i}.post_norm.weight", hidden)
         if family.output_scale is not None:
             vector(f"blk.{i}.{family.output_scale[0][0]}", 1)
-        if family.mixture is not None and not dense:
-            experts(i, family.mixture)
+        if mixture is not None and not dense:
+            experts(i, mixture)
+        if family.latent is not None:
+            matrix(f"blk.{i}.{family.latent.q_down[0]}.weight", 64, hidden)
+            stacked(f"blk.{i}.{family.latent.k_up}.weight", rank, plain, s["heads"])
+            stacked(f"blk.{i}.{family.latent.v_up}.weight", value, rank, s["heads"])
         if family.delta is not None and not attends[i]:
             net(i, family.delta)
+        if family.scan is not None and not attends[i] and not (single and feeds[i]):
+            scan(i, family.scan)
         if family.conv is not None and not attends[i]:
             matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)
             matrix(f"blk.{i}.{family.conv.matrices['o'][0]}.weight", hidden, hidden)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from native_helpers import BLOCKS, Tiny, feed
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -38,6 +39,10 @@ GEMMA4: dict[str, Any] = {
     "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 120,
     "sliding_window": 12, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "final_logit_softcapping": 5.0,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -73,10 +78,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "residual_multiplier": 0.22, "logits_scaling": 8.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
+    "granite4-hybrid": ("GraniteMoeHybrid", {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 112,
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    }),
+    "granite4-experts": ("GraniteMoeHybrid", {
+        "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 6, "num_experts_per_tok": 3,
+        "intermediate_size": 40, "shared_intermediate_size": 80, "mamba_n_heads": 2, "mamba_d_head": 64,
+        "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 3, "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    }),
+    "nemotron_h": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        "num_hidden_layers": 5, "head_dim": 24, "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16,
+        "n_groups": 2,
+    }),
+    "nemotron_h-experts": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        "num_hidden_layers": 5, "head_dim": 16, "mamba_num_heads": 2, "mamba_head_dim": 64, "ssm_state_size": 32,
+        "n_groups": 1, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 1.7,
+    }),
+    "nemotron_h-layers": ("NemotronH", {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["moe", "linear_attention", "linear_attention", "mlp", "full_attention"],
+        "num_hidden_layers": 5, "head_dim": 16, "mamba_num_heads": 2, "mamba_head_dim": 48, "ssm_state_size": 16,
+        "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80, "norm_topk_prob": False,
+    }),
     "ministral": ("Ministral", {
         "head_dim": 16,
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }),
+    "ministral3": ("Ministral3", {
+        "head_dim": 24, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 32, "factor": 16.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     }),
     "seed_oss": ("SeedOss", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "olmo3-yarn": ("Olmo3", {
@@ -109,6 +151,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("Glm4Moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": False,
         "first_k_dense_replace": 0,
+    }),
+    "deepseek_v3": ("DeepseekV3", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "deepseek_v3-plain": ("DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+        "norm_topk_prob": False, "rope_interleave": False, "num_attention_heads": 34, "num_key_value_heads": 34,
+        "v_head_dim": 16,
+    }),
+    "deepseek_v2": ("DeepseekV2", LATENT | {
+        "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 16.0,
+    }),
+    "deepseek_v2-lite": ("DeepseekV2", LATENT | {
+        "q_lora_rank": None, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "topk_method": "greedy",
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {
+        "q_lora_rank": 40, "num_experts_per_tok": 3, "rms_norm_eps": 1e-6,
     }),
     "gpt_oss": ("GptOss", {
         "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 20,
@@ -265,6 +327,44 @@ def test_layers_that_only_draft_are_left_out(tmp_path: Path, rng: np.random.Gene
         load_native(path)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_old_files_of_latent_attention(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """What makes keys and values of latent vectors is one tensor; sizes of heads stand under other names."""
+    model = saved("deepseek_v3", tmp_path)
+    new = load_native(export(model, "deepseek2", tmp_path / "new.gguf"), kv_dtype="float32")
+    file = GGUFFile.open(export(model, "deepseek2", tmp_path / "old.gguf", joined=kind))
+    for key, size in {"key": 40, "value": 32}.items():
+        del file.metadata[f"deepseek2.attention.{key}_length_mla"]
+        file.metadata[f"deepseek2.attention.{key}_length"] = size
+    file.metadata["deepseek2.attention.head_count_kv"] = 4
+    old, tokens = load_native(file, kv_dtype="float32"), rng.integers(0, 120, 90)
+    ours, expected = (feed(each, each.kv.alloc(), tokens) for each in (old, new))
+    if kind == "F32":
+        assert np.array_equal(ours, expected)
+    else:
+        assert np.corrcoef(ours.ravel(), expected.ravel())[0, 1] > 0.995
+    assert old.info.kv_bytes_per_position == new.info.kv_bytes_per_position == 4 * 3 * (32 + 16 + 32)
+
+
+def test_ties_of_groups_and_experts_go_to_the_lower_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Where all scores are equal, as where they are so and the choice is told to prefer the first experts."""
+    saved("deepseek_v3", tmp_path)
+    tensors, found = load_file(tmp_path / "model.safetensors"), []
+    tokens = rng.integers(0, 120, 40)
+    for preferred in ([0.0] * 8, [3e-3, 2e-3, 1e-3, *[0.0] * 5], [0.0, 0.0, *[1e-3] * 3, 0.0, 0.0, 0.0]):
+        for name in tensors:
+            if name.endswith("mlp.gate.weight"):
+                tensors[name] = torch.zeros_like(tensors[name])
+            elif name.endswith("e_score_correction_bias"):
+                tensors[name] = torch.tensor(preferred)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        model = load_native(tmp_path, dtype="float32", kv_dtype="float32")
+        found.append(feed(model, model.kv.alloc(), tokens))
+        model.close()
+    assert np.array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
+
+
 def test_damaged_experts_are_refused_by_name(tmp_path: Path, tiny: Tiny) -> None:
     path = tmp_path / "m.gguf"
     for changes, message in (
@@ -322,7 +422,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
     "Gemma4": {"text_config": COMMON | GEMMA4 | {"pad_token_id": 0}, "vision_config": VISION | {"head_dim": 16}},
     "Mistral3": {
-        "text_config": COMMON | {"model_type": "mistral", "head_dim": 16},
+        "text_config": COMMON | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {
+            "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4,
+        }},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
     },
     "Qwen3VL": {
@@ -364,17 +466,23 @@ def test_the_text_of_a_model_that_reads_images(
 
 ARCHITECTURES = {
     "Mistral": "llama",
+    "Ministral3": "mistral3",
     "SeedOss": "seed_oss",
     "Olmo3": "olmo2",
     "Mixtral": "llama",
     "GraniteMoe": "granitemoe",
     "GptOss": "gpt-oss",
+    "DeepseekV2": "deepseek2",
+    "DeepseekV3": "deepseek2",
+    "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "Qwen3_5": "qwen35",
     "Lfm2Moe": "lfm2moe",
     "Qwen3Next": "qwen3next",
     "Qwen3_5Moe": "qwen35moe",
+    "GraniteMoeHybrid": "granitehybrid",
+    "NemotronH": "nemotron_h",
 }  # general.architecture, where it is not the family's name
 
 
@@ -388,6 +496,8 @@ FOLDERS_ALONE = (
     "qwen3_5-odd",
     "qwen3_next-layers",
     "lfm2_moe-plain",
+    "nemotron_h-layers",
+    "deepseek_v3-plain",
 )
 
 
@@ -401,7 +511,8 @@ def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator)
     if extra.get("rope_parameters") == LLAMA3:
         plain = rope.inverse_frequencies(1e4, 16)
         frequencies = plain / from_folder(tmp_path, "is refused").ropes[0].frequencies
-    path = export(model, ARCHITECTURES.get(family, family.lower()), tmp_path / "m.gguf", frequencies=frequencies)
+    architecture = "nemotron_h_moe" if name == "nemotron_h-experts" else ARCHITECTURES.get(family, family.lower())
+    path = export(model, architecture, tmp_path / "m.gguf", frequencies=frequencies)
     tokens = rng.integers(0, 120, 150)
     found = [load_native(at, dtype="float32", kv_dtype="float32") for at in (tmp_path, path)]
     folder, gguf = (feed(each, each.kv.alloc(), tokens) for each in found)
@@ -486,9 +597,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+    ("architecture", "kind"),
+    [
+        (architecture, kind)
+        for architecture in ("llama", "qwen2moe", "gemma4")
+        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32")
+    ]
+    + [("deepseek2", "Q8_0"), ("deepseek2", "F16")],
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "gemma4"])
 def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):

@@ -78,7 +78,16 @@ def tree_paths(parents: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("context", [0, 5, 60, 62, 63, 64, 127, 130])
 @pytest.mark.parametrize(
     ("architecture", "window"),
-    [("llama", 0), ("gemma3", 7), ("olmo2", 0), ("phi3", 9), ("qwen2moe", 0), ("gpt-oss", 9), ("gemma4", 7)],
+    [
+        ("llama", 0),
+        ("gemma3", 7),
+        ("olmo2", 0),
+        ("phi3", 9),
+        ("qwen2moe", 0),
+        ("gpt-oss", 9),
+        ("deepseek2", 0),
+        ("gemma4", 7),
+    ],
 )
 def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Each node of a tree has the logits that it has at the end of its own chain."""
@@ -97,8 +106,9 @@ def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tin
 
 @pytest.mark.parametrize("keep", [[], [0], [0, 1, 3], [0, 2, 5], [1], [0, 9, 10, 11]])
 def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
-    for kv_dtype in ("bfloat16", "float32", "int8"):
-        model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
+    cases = (("llama", "bfloat16"), ("llama", "float32"), ("llama", "int8"), ("deepseek2", "int8"))
+    for architecture, kv_dtype in cases:
+        model = tiny.load("Q4_1", architecture, isa=isa, threads=2, kv_dtype=kv_dtype)
         parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14] if keep != [1] else [-1, -1]
         nodes, context = rng.integers(0, 100, len(parents)), rng.integers(0, 100, 59)
         tree, chain = model.kv.alloc(), model.kv.alloc()

@@ -32,6 +32,7 @@ QWEN = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "post_norm": "mtp.norm",
 }  # fmt: skip
+FOLDERS = ("qwen3_next", "deepseek_v3", "glm4_moe_lite")  # of whose layers llama.cpp's converter leaves this one out
 FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "glm4_moe": "glm4moe"}
 
 
@@ -41,7 +42,9 @@ def headed(name: str, folder: Path) -> tuple[Any, Any]:
     last = model.model.layers[-1]
     attends = [
         i
-        for i, kind in enumerate(getattr(model.config, "layer_types", None) or ["full_attention"] * 9)
+        for i, kind in enumerate(
+            getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+        )
         if kind == "full_attention"
     ]
     torch.manual_seed(3)
@@ -66,7 +69,8 @@ def headed(name: str, folder: Path) -> tuple[Any, Any]:
     save_file(tensors, folder / "heads.safetensors")
     (folder / "model.safetensors").rename(folder / "main.safetensors")  # so that both count
     config = json.loads((folder / "config.json").read_text())
-    config["mtp_num_hidden_layers" if name.startswith("qwen") else "num_nextn_predict_layers"] = 1
+    if name != "qwen3_next":  # whose configuration does not say it
+        config["mtp_num_hidden_layers" if name.startswith("qwen") else "num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     return model, layer
 
@@ -94,7 +98,7 @@ def entries(model: NativeModel, text: Any) -> Any:
     return states
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *FOLDERS])
 def test_a_folders_layer_predicts_what_transformers_does(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     module, layer = headed(name, tmp_path)
     model = load_native(tmp_path, dtype="float32", kv_dtype="float32", threads=2)
@@ -131,7 +135,7 @@ def test_a_gguf_files_layer_is_the_folders(name: str, tmp_path: Path, rng: np.ra
     assert np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("options", [{}, {"branch": "1"}, {"levels": "2"}])
 def test_drafted_answers_are_plain_decodings(name: str, options: dict[str, str], tmp_path: Path) -> None:
     headed(name, tmp_path)

@@ -125,7 +125,7 @@ METHODS: Mapping[str, Method] = {
         example="/data/demo-eagle",
     ),
     "mtp": Method(
-        "the layer that drafts in the target's own files (Qwen 3.5, GLM-4.5)",
+        "the layer that drafts in the target's own files (Qwen, GLM, DeepSeek)",
         "a layer and the head a depth",
         "models that come with one",
         f"{_LEARNED}:build_mtp",

@@ -1,17 +1,22 @@
-"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json."""
+"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json.
+
+Long because each number is read from both, side by side.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from outpace.models import families, layer_shapes, metadata, rope
-from outpace.models.families import BIASES, KEYS, OUTER, Family, Mixture
+from outpace.models import latent as latents
+from outpace.models.families import ATTENDING, BIASES, KEYS, Family, Mixture
+from outpace.models.latent import Latent
 from outpace.models.layer_shapes import LayerShape
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
@@ -19,12 +24,15 @@ from outpace.models.weights.facts import Facts, brief, read_config
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
+_Kind = TypeVar("_Kind", bound="DeltaNet | ShortConv")
 _MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _MOST_EXPERTS = 1 << 14
 _MIXERS = ("full_attention", "linear_attention")  # of layers with and without recurrence
 _MOST_HEADS, _MOST_TAPS = 1 << 12, 8  # of recurrent layers; native/model/weights.h
+_STATE_COLUMNS = 32  # of a tile of a state; native/kernels/table.h
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
@@ -34,9 +42,12 @@ REFUSED = {
     "final_logit_softcapping": "it caps its logits softly",
     "num_local_experts": "it is a mixture of experts",
     "use_bidirectional_attention": "it attends in both directions",
+    "attention_bias": "its attention has biases",
     "clip_qkv": "it clips queries, keys and values",
     "use_bias": "its products have biases",
     "conv_bias": "its convolutions have biases",
+    "mamba_proj_bias": "its state spaces' products have biases",
+    "moe_latent_size": "its experts work in a space of another size",
 }
 
 
@@ -57,6 +68,8 @@ class Experts:
     least_total: float
     scale: float
     chosen_by_bias: bool = True  # if the family has biases for that
+    groups: int = 1  # of neighbours, of which the best ``used_groups`` are chosen before experts are
+    used_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,16 @@ class DeltaNet:
     def channels(self) -> int:
         """Of the convolution: queries, keys, values."""
         return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace(DeltaNet):
+    """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each.
+
+    ``width``: of a head, which is padded with zeros to ``value_dim``.
+    """
+
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +142,12 @@ class Decoder:
     tied: bool  # the head is the embedding
     experts: Experts | None = None
     mixed: tuple[bool, ...] = ()  # which layers are mixtures of these; empty: none
+    latent: Latent | None = None
     recurrence: DeltaNet | ShortConv | None = None
     recurrent: tuple[bool, ...] = ()  # which layers are such; empty: none
+    fed: tuple[
+        bool, ...
+    ] = ()  # of layers that either mix tokens or feed them forward, which do that; empty: all do both
     input_width: int = 0  # of tokens' inputs for each layer; 0: there are none
     input_vocab: int = 0  # rows of their table
     norms: bool = True  # queries and keys have the norms that the family has for them
@@ -163,20 +190,40 @@ class Decoder:
 
     def stores(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own."""
-        return self.state(layer) is None and self.by_layer[layer].shares < 0
+        return self.mixes(layer) and self.state(layer) is None and self.shape(layer).shares < 0
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention, or what stands in its place."""
+        return not self.fed or not self.fed[layer]
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward."""
+        return not self.fed or self.fed[layer]
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
         own, hidden, experts = self.shape(layer), self.hidden, self.mixture(layer)
         q, kv = self.heads * own.head_dim, own.kv_heads * own.head_dim
-        inner = own.inner if experts is None else experts.shared
-        if isinstance(net := self.state(layer), ShortConv):
+        inner = 0 if not self.feeds(layer) else own.inner if experts is None else experts.shared
+        found: dict[str, tuple[int, int]] = {}
+        if not self.mixes(layer):
+            pass
+        elif isinstance(net := self.state(layer), ShortConv):
             found = {"in": (3 * hidden, hidden), "o": (hidden, hidden)}
         elif net is not None:
             found = {
-                "qkv": (net.channels, hidden), "z": (net.values, hidden), "b": (net.value_heads, hidden),
-                "a": (net.value_heads, hidden), "o": (hidden, net.values),
+                "qkv": (net.channels, hidden), "z": (net.values, hidden), "a": (net.value_heads, hidden),
+                "o": (hidden, net.value_heads * net.width if isinstance(net, StateSpace) else net.values),
             }  # fmt: skip
+            if not isinstance(net, StateSpace):
+                found["b"] = (net.value_heads, hidden)
+        elif (a := self.latent) is not None:
+            found = {
+                "q": (self.heads * (a.plain + a.rotated), a.q_rank or hidden), "k": (kv, hidden),
+                "k_up": (self.heads * a.rank, a.plain), "v_up": (self.heads * a.value, a.rank),
+                "o": (hidden, self.heads * a.value),
+            }  # fmt: skip
+            found |= {"q_down": (a.q_rank, hidden)} if a.q_rank else {}
         else:
             queries = 2 * q if self.family.gated else q
             found = {"q": (queries, hidden), "o": (hidden, q)}
@@ -185,7 +232,8 @@ class Decoder:
         if self.input_width:
             found |= {"input_gate": (self.input_width, hidden), "input_project": (hidden, self.input_width)}
         if inner:
-            found |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+            gate = {"gate": (inner, hidden)} if self.family.activation != "relu2" else {}
+            found |= {**gate, "up": (inner, hidden), "down": (hidden, inner)}
         return found
 
 
@@ -196,36 +244,41 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     """
     architecture = gguf.architecture
     facts = Facts(gguf.path.name, gguf.metadata, f"{architecture}.", verdict)
-    windowed, mixed = (  # whether the family reads them or not
-        bool(gguf.metadata.get(f"{architecture}.{key}")) for key in (KEYS["window"][_GGUF], "expert_count")
+    windowed, mixed, gating = (  # whether the family reads them or not
+        gguf.metadata.get(f"{architecture}.{key}")
+        for key in (KEYS["window"][_GGUF], "expert_count", "expert_gating_func")
     )
-    family = families.of_gguf(architecture, windowed, mixed)
+    softmax = _GATING.get(gating or 0) != "sigmoid"
+    if not gating:  # old files
+        softmax = not any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
+    family = families.of_gguf(architecture, bool(windowed), bool(mixed), softmax)
     if family is None:
         known = ", ".join(each.gguf for each in families.FAMILIES if each.gguf is not None)
         raise facts.fail(f"the architecture {architecture!r} is not one of {known}")
     keys = facts.get(KEYS["kv_heads"][_GGUF])
-    if family.conv is not None and isinstance(keys, np.ndarray) and len(some := {int(n) for n in keys} - {0}) == 1:
-        one = {f"{architecture}.{KEYS['kv_heads'][_GGUF]}": some.pop()}  # those of layers that attend
-        facts = Facts(gguf.path.name, {**gguf.metadata, **one}, f"{architecture}.", verdict)
-    if family.varied:  # the first layer's numbers; layer_shapes has those of all
-        lists = {f"{architecture}.{KEYS[name][_GGUF]}" for name in ("kv_heads", "inner")}
-        first = {
-            key: int(value[0])
-            for key in lists
-            if isinstance(value := gguf.metadata.get(key), np.ndarray) and len(value)
-        }
-        facts = Facts(gguf.path.name, {**gguf.metadata, **first}, f"{architecture}.", verdict)
+    inners = facts.get(KEYS["inner"][_GGUF]) if family.single else None
+    for name, each in (("kv_heads", keys if family.conv or family.scan else None), ("inner", inners)):
+        if isinstance(each, np.ndarray) and len(some := {int(n) for n in each} - {0}) == 1:
+            one = {f"{architecture}.{KEYS[name][_GGUF]}": some.pop()}  # of layers that have some
+            facts = Facts(gguf.path.name, {**facts.all, **one}, f"{architecture}.", verdict)
+    for name in ("kv_heads", "inner") if family.varied else ():  # the first layer's; layer_shapes has those of all
+        key = f"{architecture}.{KEYS[name][_GGUF]}"
+        if isinstance(each := gguf.metadata.get(key), np.ndarray) and len(each):
+            facts = Facts(gguf.path.name, {**facts.all, key: int(each[0])}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
-    layers, head_dim = facts.whole("block_count", most=_MOST_LAYERS), _head_dim(facts, _GGUF)
+    layers = facts.whole("block_count", most=_MOST_LAYERS)
+    latent = None if family.latent is None else latents.from_gguf(facts)
+    head_dim = _head_dim(facts, _GGUF) if latent is None else latent.rank + latent.rotated
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
     layers -= beyond
-    if f"blk.{layers - 1}.{family.layer['attn_norm' if family.recurrent else 'q'][_GGUF]}.weight" not in gguf.tensors:
+    everywhere = family.layer["attn_norm" if family.recurrent or latent else "q"][_GGUF]
+    if f"blk.{layers - 1}.{everywhere}.weight" not in gguf.tensors:
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
-    if facts.whole("attention.value_length", head_dim) != head_dim:
+    if latent is None and facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")
     factors = [
         gguf.dequantize(name).reshape(-1) if name in gguf.tensors else None
@@ -233,18 +286,25 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     ]
     bases = [facts.number(source.gguf, source.base) for source in family.ropes]
     longest = facts.whole(KEYS["max_length"][_GGUF])
+    spread, wider = latents.spread(facts, family)
     ropes = [
         rope.from_gguf(
-            facts, bases[0], head_dim, family.rotates_part, longest, factors[0], factors[1], family.yarn_truncates
+            facts, bases[0], head_dim if latent is None else latent.rotated, family.rotates_part, longest, factors[0],
+            factors[1], family.yarn_truncates, spread,
         )
-    ]
+    ]  # fmt: skip
+    if family.grows:
+        original = "rope.scaling.original_context_length"
+        ropes = [rope.growing(ropes[0], facts, "attention.temperature_scale", original, longest)]
     windows = _gguf_windows(facts, family, layers)
     shapes = layer_shapes.from_gguf(facts, gguf, windows) if family.varied else None
     # What stretches rotations is meant for layers that see all.
     narrow = next((each.head_dim for each, window in zip(shapes or (), windows, strict=False) if window), head_dim)
     ropes += [Rope(base, rope.inverse_frequencies(base, narrow)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
+    fed = _gguf_fed(facts, family, layers, keys, inners)
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
+    scalar = scalar if latent is None else latent.plain + latent.rotated
     decoder = _decoder(
         facts,
         _GGUF,
@@ -252,15 +312,26 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         vocab=embedding[0],
         head_dim=head_dim,
         ropes=ropes,
-        rotated=[not family.unrotated_every or (i + 1) % family.unrotated_every > 0 for i in range(layers)],
+        rotated=[
+            (not family.unrotated_every or (i + 1) % family.unrotated_every > 0)
+            and (family.rotates_if is None or facts.flag(family.rotates_if[2], True))
+            and family.rotates
+            for i in range(layers)
+        ],
         windows=windows,
         shapes=shapes,
-        scale=1.0 if family.unit_scale else scalar**-0.5,
+        scale=1.0 if family.unit_scale else scalar**-0.5 * wider,
         inputs=_gguf_inputs(facts, gguf, family),
-        biases=tuple(part for part in BIASES if f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors),
+        latent=latent,
+        biases=tuple(
+            part
+            for part in BIASES
+            if part in family.layer and f"blk.0.{family.layer[part][_GGUF]}.bias" in gguf.tensors
+        ),
         tied="output.weight" not in gguf.tensors,
-        mixture=_gguf_experts(facts, gguf, family.mixture, layers),
-        nets=_gguf_nets(facts, family, layers, keys),
+        mixture=_gguf_experts(facts, gguf, family.mixture, layers, fed),
+        nets=_gguf_nets(facts, family, layers, keys, fed),
+        fed=fed,
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
     )
@@ -285,10 +356,17 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
     renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
     facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
+    if family.single:
+        facts = facts.about({**facts.all, **_single_layers(facts)})
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
-        raise facts.fail("its weights are quantised in a format other than GGUF")
+        method = facts.part("quantization_config").get("quant_method")
+        if method != "mxfp4" or family.mixture is None or not family.mixture.mxfp4:
+            raise facts.fail(
+                f"its weights are quantised in a format other than GGUF (quantization_config, method {method!r}): "
+                "get a GGUF file of it, or its weights in 16 bits"
+            )
     activation = "silu" if family.activation_key is None else facts.get(family.activation_key)
     if ACTIVATIONS.get(str(activation)) != family.activation and family.activation in ACTIVATIONS.values():
         raise facts.fail(f"its activation {activation!r} is not supported")
@@ -298,40 +376,47 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if (other := families.unmet(family, facts.get)) is not None:
         only = " or ".join(map(str, family.requires[other[0]]))
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
-    layers, head_dim = facts.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(facts, _FOLDER)
+    layers = facts.whole("num_hidden_layers", most=_MOST_LAYERS)
+    latent = None if family.latent is None else latents.from_config(facts, family.latent)
+    head_dim = _head_dim(facts, _FOLDER) if latent is None else latent.rank + latent.rotated
     rotated = _rotated(facts, family, layers)
     windows = _folder_windows(facts, family, rotated)
     shapes = layer_shapes.from_config(facts, windows) if family.varied else None
     width = facts.whole(family.inputs, 0, least=0) if family.inputs else 0
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
+    scalar = scalar if latent is None else latent.plain + latent.rotated
     return _decoder(
         facts,
         _FOLDER,
         family,
         vocab=facts.whole("vocab_size"),
         head_dim=head_dim,
-        ropes=_folder_ropes(facts, family, _widths(family, shapes, windows, head_dim)),
+        ropes=_folder_ropes(
+            facts, family, _widths(family, shapes, windows, head_dim if latent is None else latent.rotated)
+        ),
         rotated=rotated,
         windows=windows,
         shapes=shapes,
-        scale=1.0 if family.unit_scale else scalar**-0.5,
+        scale=1.0 if family.unit_scale else scalar**-0.5 * (1.0 if latent is None else latents.wider(facts)),
         inputs=(width, facts.whole("vocab_size_per_layer_input") if width else 0),
+        latent=latent,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
         nets=_folder_nets(facts, family, layers),
+        fed=tuple(kind in ("mlp", "moe") for kind in facts.get("layer_types")) if family.single else (),
         norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
         beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=_MOST_LAYERS, least=0),
-        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, text is not None),
+        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None),
         wrapped=text is not None,
     )
 
 
-def _has_own_head(folder: Path, wrapped: bool) -> bool:
+def _has_own_head(folder: Path, family: Family, wrapped: bool) -> bool:
     """Whether a folder has a head with other values than its embedding, which then counts whatever config.json says."""
     _, stored = safetensors.read_folder(folder)
     if wrapped:
         stored = {name: tensor for full, tensor in stored.items() if (name := families.text_name(full)) is not None}
-    embedding, head = (stored.get(f"{OUTER[part][_FOLDER]}.weight") for part in ("embedding", "head"))
+    embedding, head = (stored.get(f"{family.outer[part][_FOLDER]}.weight") for part in ("embedding", "head"))
     if embedding is None or head is None:
         return False
     if (embedding.type, embedding.shape) != (head.type, head.shape):
@@ -364,6 +449,8 @@ def _decoder(
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
     nets: tuple[DeltaNet | ShortConv | None, tuple[bool, ...]],
+    fed: tuple[bool, ...],
+    latent: Latent | None,
     norms: bool,
     beyond: int,
     wrapped: bool = False,
@@ -385,7 +472,7 @@ def _decoder(
         return 0.0 if off else facts.number(key, absent)
 
     hidden, heads = whole("hidden"), whole("heads")
-    kv_heads = whole("kv_heads", heads)
+    kv_heads = whole("kv_heads", heads) if latent is None else 1
     inner = _adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner")
     shapes = shapes or (LayerShape(kv_heads, head_dim, inner),) * len(windows)
     for each in shapes:
@@ -413,8 +500,10 @@ def _decoder(
         tied=tied,
         experts=mixture[0],
         mixed=mixture[1],
+        latent=latent,
         recurrence=nets[0],
         recurrent=nets[1],
+        fed=fed,
         input_width=inputs[0],
         input_vocab=inputs[1],
         norms=norms,
@@ -427,24 +516,39 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
     """What a folder's mixtures are, and which layers are mixtures."""
     if rule is None or (rule.flag is not None and not facts.get(rule.flag)):
         return None, ()
+    kinds = facts.get("layer_types") or []
+    if rule.optional and (facts.get(rule.count) == 0 or ("mlp" in kinds and "moe" not in kinds)):
+        return None, ()
     first = facts.whole(rule.first, least=0) if rule.first else 0
     last = facts.whole(rule.last, least=-1) if rule.last else -1
     step, dense = facts.whole(rule.step, 1) if rule.step else 1, facts.get(rule.dense) if rule.dense else None
     if not isinstance(dense or [], list):
         raise facts.fail(f"{rule.dense} is {brief(dense)}, not a list of layers")
     mixed = tuple(
-        first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
+        kinds[i] == "moe"
+        if "moe" in kinds
+        else first <= i <= (layers - 1 if last < 0 else last) and (i + 1) % step == 0 and i not in (dense or [])
         for i in range(layers)
     )
+    if rule.kinds is not None:
+        kinds = facts.get(rule.kinds, ["dense"] + ["sparse"] * (layers - 1))
+        if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+            raise facts.fail(f"{rule.kinds} must name dense or sparse for each layer")
+        mixed = tuple(kind == "sparse" for kind in kinds)
     if not any(mixed):
         raise facts.fail("none of its layers is a mixture of experts")
     count, inner = facts.whole(rule.count, most=_MOST_EXPERTS), facts.whole(rule.inner)
     shared = facts.whole(rule.shared_inner) if rule.shared_inner else 0
     if rule.shared_count:
         shared = inner * facts.whole(rule.shared_count, least=0)
+    groups = (1, 1)
+    if rule.groups and (rule.grouped is None or facts.get(rule.grouped[0]) == rule.grouped[1]):
+        groups = _groups(facts, rule, count, rule.used, rule.groups, rule.used_groups)
     return Experts(
         count=count,
         used=facts.whole(rule.used, most=count),
+        groups=groups[0],
+        used_groups=groups[1],
         inner=inner,
         shared=shared,
         score=rule.score,
@@ -456,11 +560,18 @@ def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Ex
 
 
 def _gguf_experts(
-    facts: Facts, gguf: GGUFFile, rule: Mixture | None, layers: int
+    facts: Facts, gguf: GGUFFile, rule: Mixture | None, layers: int, fed: tuple[bool, ...]
 ) -> tuple[Experts | None, tuple[bool, ...]]:
-    """What a GGUF file's mixtures are, and which layers are mixtures. Sizes are the tensors'; a key that says another
-    is refused."""
+    """What a GGUF file's mixtures are, and which layers are mixtures: of ``fed``, where that is not empty, some. Sizes
+    are the tensors'; a key that says another is refused."""
     if rule is None or (rule.flag is not None and not facts.get("expert_count")):
+        return None, ()
+    if rule.optional and not facts.get("expert_count", 0):
+        inner = facts.whole("feed_forward_length")
+        if facts.whole("expert_shared_feed_forward_length", inner, least=0) != inner:
+            raise facts.fail(
+                f"its {facts.prefix}expert_shared_feed_forward_length is not its feed_forward_length, {inner}"
+            )
         return None, ()
     (router,) = rule.router[_GGUF]
     mixed = tuple(f"blk.{i}.{router}" in gguf.tensors for i in range(layers))
@@ -475,22 +586,23 @@ def _gguf_experts(
         raise facts.fail(
             f"it is a mixture of experts ({facts.prefix}expert_count), and no layer has the tensor {router}"
         )
-    if mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
+    if not fed and mixed != tuple(i >= dense and (i + 1) % max(1, step) == 0 for i in range(layers)):
         where = f"leading_dense_block_count {dense}, interleave_moe_layer_step {step}"
         raise facts.fail(f"other layers have a router than its description says ({where})")
-    names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["gate"][_GGUF]]
+    names = [f"blk.{mixed.index(True)}.{name.format(0)}" for name in rule.experts["up"][_GGUF]]
     sizes = [shape for name in names if (shape := _shape(gguf, name))]
     if not sizes:
         raise facts.fail(f"it has no tensor {names[0]!r}, so the model is incomplete")
-    joined = rule.experts["gate"][_GGUF][0] == rule.experts["up"][_GGUF][0] and names[0] in gguf.tensors
+    gate, up = (rule.experts[part][_GGUF][0] if part in rule.experts else None for part in ("gate", "up"))
+    joined = gate == up and names[0] in gguf.tensors
     inner, shared = sizes[0][-2] // (2 if joined else 1), 0
-    if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['gate'][_GGUF]}.weight")):
+    if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['up'][_GGUF]}.weight")):
         shared = size[0]
     said = {"expert_feed_forward_length": inner}
     said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
     said |= {"feed_forward_length": inner} if rule.inner == KEYS["inner"][_FOLDER] else {}
     said |= {"feed_forward_length": shared} if rule.shared_inner == KEYS["inner"][_FOLDER] else {}
-    said |= {"expert_shared_count": shared // inner} if rule.shared_count else {}
+    said |= {"expert_shared_count": shared // inner if rule.shared_count else 1} if rule.shared else {}
     for key, value in said.items():
         if facts.whole(key, value, least=0) != value:
             raise facts.fail(f"its {facts.prefix}{key} is {facts.get(key)}, and its tensors say {value}")
@@ -501,9 +613,14 @@ def _gguf_experts(
     renormalise = facts.flag("expert_weights_norm", usual)
     if not rule.renormalise_in_gguf and renormalise != rule.gguf_renormalises:
         raise facts.fail(f"its {facts.prefix}expert_weights_norm is {renormalise}, which its family's files never mean")
+    groups = (1, 1)
+    if rule.groups and facts.get("expert_group_count"):
+        groups = _groups(facts, rule, count, "expert_used_count", "expert_group_count", "expert_group_used_count")
     return Experts(
         count=count,
         used=facts.whole("expert_used_count", most=count),
+        groups=groups[0],
+        used_groups=groups[1],
         inner=inner,
         shared=shared,
         score=rule.score,
@@ -511,6 +628,18 @@ def _gguf_experts(
         least_total=rule.least_total,
         scale=facts.number("expert_weights_scale", 1.0) if rule.scale else 1.0,
     ), mixed  # fmt: skip
+
+
+def _groups(facts: Facts, rule: Mixture, count: int, used: str, total: str, chosen: str) -> tuple[int, int]:
+    """How many groups experts have, and of how many of them some are used; each number by its key."""
+    groups = facts.whole(total, most=count)
+    some, each = facts.whole(chosen, most=groups), count // groups
+    if count % groups or each < 1 + rule.best_two or facts.whole(used) > some * each:
+        raise facts.fail(
+            f"{count} experts in {groups} groups ({total}), of which {some} are chosen ({chosen}), do not fit "
+            f"together with {facts.whole(used)} a token ({used})"
+        )
+    return groups, some
 
 
 def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
@@ -524,6 +653,8 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
             raise facts.fail("layer_types must name full_attention or conv for each layer")
         convolved = tuple(kind == "conv" for kind in listed)
         return _attending(facts, ShortConv(facts.whole("conv_L_cache", most=_MOST_TAPS)), convolved)
+    if family.scan is not None:
+        return _folder_scan(facts, family.scan, layers)
     if family.delta is None:
         return None, ()
     kinds = facts.get("layer_types")
@@ -543,45 +674,106 @@ def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | 
     return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
 
 
+def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
+    """What a folder's state spaces are, and which layers are such."""
+    kinds = facts.get("layer_types")
+    scans = ("linear_attention", "mamba")
+    known = (*scans, *ATTENDING, "mlp", "moe")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise facts.fail("layer_types must name mamba or attention for each layer")
+    recurrent = tuple(kind in scans for kind in kinds)
+    if not any(recurrent):
+        return None, ()
+    limit = facts.get("time_step_limit")
+    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers' spelling is the last
+        raise facts.fail(f"it limits time steps (time_step_limit {brief(limit)})")
+    heads = facts.whole(rule.heads, most=_MOST_HEADS)
+    inner = facts.whole("hidden_size") * facts.whole(rule.expand) if rule.expand else 0
+    width = inner // heads if facts.get(rule.head_dim) == "auto" else facts.whole(rule.head_dim, most=_MOST_HEADS)
+    if rule.expand and width * heads != inner:
+        raise facts.fail(f"its state spaces' {heads} heads of {width} are not {rule.expand} times hidden_size, {inner}")
+    net = StateSpace(
+        key_heads=facts.whole(rule.groups, most=_MOST_HEADS),
+        value_heads=heads,
+        key_dim=facts.whole(rule.state, most=_MOST_HEADS),
+        value_dim=width + -width % _STATE_COLUMNS,
+        taps=facts.whole(rule.taps, most=_MOST_TAPS),
+        tiled=False,
+        width=width,
+    )
+    return _fitting(facts, net, recurrent)
+
+
 def _gguf_nets(
-    facts: Facts, family: Family, layers: int, keys: Any
+    facts: Facts, family: Family, layers: int, keys: Any, fed: tuple[bool, ...]
 ) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
     """What a GGUF file's recurrent layers are, and which layers are such: those whose number of ``keys`` is 0, where
-    layers differ in it."""
+    layers differ in it, and that are not ``fed``."""
     if family.conv is not None:
         if not isinstance(keys, np.ndarray) or len(keys) != layers:
             raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
         taps = ShortConv(facts.whole("shortconv.l_cache", most=_MOST_TAPS))
         return _attending(facts, taps, tuple(int(n) == 0 for n in keys))
-    if family.delta is None:
+    if family.delta is None and family.scan is None:
         return None, ()
-    every = facts.whole("full_attention_interval", family.delta.attends_every)
+    if family.delta is not None:
+        every = facts.whole("full_attention_interval", family.delta.attends_every)
+        recurrent = tuple((i + 1) % every > 0 for i in range(layers))
+    elif isinstance(keys, np.ndarray) and len(keys) == layers:
+        recurrent = tuple(int(n) == 0 and not (fed and fed[i]) for i, n in enumerate(keys))
+    else:
+        raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
     heads = facts.whole("ssm.time_step_rank", most=_MOST_HEADS)
     inner = facts.whole("ssm.inner_size")
     if inner % heads:
         raise facts.fail(f"its ssm.inner_size of {inner} is not shared by {heads} heads (ssm.time_step_rank)")
+    width = inner // heads
     net = DeltaNet(
         key_heads=facts.whole("ssm.group_count", most=_MOST_HEADS),
         value_heads=heads,
         key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
-        value_dim=inner // heads,
+        value_dim=width,
         taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
-        tiled=family.delta.tiled,
+        tiled=family.delta is not None and family.delta.tiled,
     )
-    return _fitting(facts, net, tuple((i + 1) % every > 0 for i in range(layers)))
+    if family.delta is None:
+        net = StateSpace(**{**asdict(net), "value_dim": width + -width % _STATE_COLUMNS, "width": width})
+    return _fitting(facts, net, recurrent)
 
 
-def _fitting(facts: Facts, net: DeltaNet, recurrent: tuple[bool, ...]) -> tuple[DeltaNet, tuple[bool, ...]]:
+def _gguf_fed(facts: Facts, family: Family, layers: int, keys: Any, inners: Any) -> tuple[bool, ...]:
+    """Of a file whose layers either mix tokens or feed them forward: which do that."""
+    if not family.single:
+        return ()
+    if any(not isinstance(each, np.ndarray) or len(each) != layers for each in (keys, inners)):
+        raise facts.fail("attention.head_count_kv and feed_forward_length must have a number for each layer")
+    if any(n and inner for n, inner in zip(keys, inners, strict=True)):
+        raise facts.fail(
+            "a layer of it has attention and a feed-forward (attention.head_count_kv, feed_forward_length)"
+        )
+    return tuple(int(inner) > 0 for inner in inners)
+
+
+def _single_layers(facts: Facts) -> dict[str, Any]:
+    """How many layers a folder has that either mix tokens or feed them forward, and the kind of each."""
+    kinds, pattern = facts.get("layers_block_type"), facts.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_LETTERS.get(letter) for letter in pattern]
+    known = {*_LETTERS.values(), "mamba", "attention"}
+    if not isinstance(kinds, list) or not kinds or len(kinds) > _MOST_LAYERS or set(kinds) - known:
+        raise facts.fail("layers_block_type must name mamba, attention, mlp or moe for each layer")
+    return {"num_hidden_layers": len(kinds), "layer_types": kinds}
+
+
+def _fitting(facts: Facts, net: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
     """Both, if they can be. Raises ModelError."""
+    assert isinstance(net, DeltaNet)
     if net.value_heads % net.key_heads or net.key_dim % 16 or net.value_dim % 32:
         raise facts.fail(
             f"recurrent layers of {net.key_heads} key heads of {net.key_dim} and {net.value_heads} value heads of "
             f"{net.value_dim} are not supported: sizes must be multiples of 16 and 32, and heads share evenly"
         )
     return _attending(facts, net, recurrent)
-
-
-_Kind = TypeVar("_Kind", DeltaNet, ShortConv)
 
 
 def _attending(facts: Facts, kind: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
@@ -670,6 +862,10 @@ def _gguf_inputs(facts: Facts, gguf: GGUFFile, family: Family) -> tuple[int, int
 
 def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
     """Which layers of a folder's model rotate."""
+    if not family.rotates:
+        return [False] * layers
+    if family.rotates_if is not None:
+        return [facts.get(family.rotates_if[0]) == family.rotates_if[1]] * layers
     if not family.unrotated_every:
         return [True] * layers
     listed = facts.get("no_rope_layers")
@@ -705,5 +901,9 @@ def _folder_ropes(facts: Facts, family: Family, widths: Sequence[int]) -> list[R
             entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        tables.append(rope.from_config(facts.about(entries), widths[i], family.rotates_part, longest))
+        table = rope.from_config(facts.about(entries), widths[i], family.rotates_part, longest)
+        if family.grows:
+            growth, there = "llama_4_scaling_beta", "original_max_position_embeddings"
+            table = rope.growing(table, facts.about(entries), growth, there, longest)
+        tables.append(table)
     return tables

@@ -2,9 +2,7 @@
 
 A new one is a ``Family`` in ``FAMILIES`` and a test; ``decoder`` turns it and a model's own numbers into a ``Decoder``,
 ``weights.tensors`` finds the tensors. The base is Llama: RMSNorm before both branches, SwiGLU, rotation of half against
-half over the whole head, scores scaled by head_dim^-0.5.
-
-Long because it is one table, a row an architecture.
+half over the whole head, scores scaled by head_dim^-0.5. Long because it is one table, a row a family.
 """
 
 from __future__ import annotations
@@ -129,7 +127,9 @@ class Mixture:
     norms: Mapping[str, Places] = field(default_factory=dict)
     router_scale: Places | None = None  # the router reads its input under this norm, times hidden^-0.5
     expert_scale: Places | None = None  # of the weights, by expert
+    mxfp4: bool = False  # or, in a quantised folder, outputs by blocks of inputs, and scales of these blocks
     count: str = "num_experts"
+    optional: bool = False  # where there are none of them, all layers are dense
     used: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     shared_inner: str | None = None  # of the shared expert ...
@@ -145,7 +145,27 @@ class Mixture:
     first: str | None = None  # the first layer that is one
     last: str | None = None  # and the last; -1: of all
     step: str | None = None  # each so many layers one is
+    kinds: str | None = None  # or a list says of each layer whether it is "sparse" or "dense"; else the first is dense
+    groups: str = ""  # of experts, of which ``used_groups`` are chosen before experts are ...
+    used_groups: str = ""
+    grouped: tuple[str, str] | None = None  # ... if this key of config.json has this value
+    best_two: bool = False  # a group's score is that of its best two experts, not of the best one
     dense: str | None = None  # layers that are none
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention to latent vectors (arXiv 2405.04434): its tensors beside the family's own q, k, o and norms, of which q
+    reads what ``q_down`` gives, and k gives latent vectors and keys' rotated part.
+    """
+
+    q_down: tuple[str, str] = ("attn_q_a", "self_attn.q_a_proj")
+    q_alone: tuple[str, str] = ("attn_q", "self_attn.q_proj")  # q of models without ``q_down``
+    both_up: tuple[str, str] = ("attn_kv_b", "self_attn.kv_b_proj")  # of each head the rows of keys, then of values
+    k_up: str = "attn_k_b"  # GGUF files may have both apart, keys' transposed, by head
+    v_up: str = "attn_v_b"
+    neighbours: bool = True  # pairs that turn together stand side by side ...
+    neighbours_key: str | None = None  # ... or config.json says
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +190,34 @@ class DeltaNet:
     norm: Places = (("ssm_norm.weight",), ("linear_attn.norm.weight",))
     attends_every: int = 4  # each so many layers one attends, where the files do not say
     tiled: bool = True  # in GGUF files a value head reads key head i modulo their number
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Layers of state spaces (Mamba-2), in the place of attention: their tensors.
+
+    Rows of ``into`` are the gate's, the inputs', B's, C's and the time steps'.
+    """
+
+    into: tuple[str, str] = ("ssm_in", "mamba.in_proj")
+    o: tuple[str, str] = ("ssm_out", "mamba.out_proj")
+    convolution: Places = (("ssm_conv1d.weight",), ("mamba.conv1d.weight",))
+    convolution_bias: Places = (("ssm_conv1d.bias",), ("mamba.conv1d.bias",))
+    decay: Places = (("ssm_a",), ("mamba.A_log",))  # GGUF has -e^A_log
+    dt_bias: Places = (("ssm_dt.bias",), ("mamba.dt_bias",))
+    skip: Places = (("ssm_d",), ("mamba.D",))
+    norm: Places = (("ssm_norm.weight",), ("mamba.norm.weight",))
+    # Its numbers in config.json. ``expand``: how many times hidden_size its heads have together; None: any size.
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    taps: str = "mamba_d_conv"
+    expand: str | None = "mamba_expand"
+
+    @property
+    def matrices(self) -> Names:
+        return {**dict.fromkeys(("z", "qkv", "a"), self.into), "o": self.o}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +267,15 @@ class Family:
     transformers: str  # model_type
     layer: Names
     gguf: str | None = None  # general.architecture; None: its GGUF files name another family
+    gguf_mixed: str | None = None  # of its files with experts, where that is another
     windowed: str | None = None  # the family of its GGUF files that have windows, by name
     mixed: str | None = None  # the family of its GGUF files that have experts, by name
     mixture: Mixture | None = None
+    softmax: str | None = None  # the family of its GGUF files whose experts' scores are no sigmoids, by name
+    latent: Latent | None = None
     delta: DeltaNet | None = None  # of layers that do not attend
     conv: ShortConv | None = None  # the same
+    scan: StateSpace | None = None  # the same
     gated: bool = False  # q has of each head its queries, then what its output is gated by
     sinks: Places | None = None  # logits of each head's softmax that have no value
     yarn_truncates: bool = True  # in GGUF files, which do not say it
@@ -235,7 +287,15 @@ class Family:
     ropes: tuple[RopeSource, ...] = (RopeSource(1e4),)  # of layers that see all, and of windowed ones where they differ
     rotates_part: bool = False  # of a head, where the files say so
     windows: Windows | None = None
+    grows: bool = False  # queries grow with their position, where the files say so
     unrotated_every: int = 0  # each so many layers one has no rotation
+    # Keys without whose value no layer has: config.json's with that value, and a flag of GGUF files.
+    rotates_if: tuple[str, str, str] | None = None
+    rotates: bool = True  # any layer
+    # A layer either mixes tokens or feeds them forward. Kinds stand in layers_block_type, or, a letter each, in
+    # hybrid_override_pattern; GGUF files have 0 keys, or a feed-forward size of 0, where a layer has none.
+    single: bool = False
+    layers: str = SPELLINGS[1]  # of a part of a layer, in folders
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     unit_scale: bool = False  # scores are not scaled
     varied: bool = False  # layers differ in their heads (``layer_shapes``)
@@ -244,7 +304,7 @@ class Family:
     inputs: str | None = None  # the key of the width of tokens' inputs for each layer; 0: there are none
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
-    activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's
+    activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's; or "relu2", of layers without a gate
     activation_key: str | None = "hidden_act"  # None: there is no choice
     adjusts_inner: bool = False  # its config.json may say that the inner size is made of the one it gives
     outer: Names = field(default_factory=lambda: OUTER)
@@ -266,9 +326,9 @@ class Family:
     brings_code: bool = False  # published folders name Python files, which transformers has since made its own
 
     @property
-    def recurrent(self) -> DeltaNet | ShortConv | None:
+    def recurrent(self) -> DeltaNet | ShortConv | StateSpace | None:
         """What layers have that do not attend; None: all do."""
-        return self.delta or self.conv
+        return self.delta or self.conv or self.scan
 
 
 # Tensors of tokens' inputs for each layer, beside a layer's and outside of them.
@@ -282,6 +342,14 @@ _INPUTS_OUTER: Names = {
     "inputs_project": ("per_layer_model_proj", "model.per_layer_model_projection"),
     "inputs_norm": ("per_layer_proj_norm", "model.per_layer_projection_norm"),
 }
+
+# How layer_types calls layers that attend, among state spaces.
+ATTENDING = ("full_attention", "attention")
+_LATENT: Names = {
+    "q": ("attn_q_b", "self_attn.q_b_proj"), "k": ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    "q_norm": ("attn_q_a_norm", "self_attn.q_a_layernorm"), "k_norm": ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    **{part: _LAYER[part] for part in ("o", "gate", "up", "down")},
+}  # fmt: skip
 
 # What every family's config.json may leave out, and the value that it then has.
 ABSENT: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -370,7 +438,8 @@ FAMILIES = (
             },
             tiled=False,
         ),
-        gated=True, norm_offset=1.0, rotates_part=True, drafts=("mtp.",),
+        gated=True, norm_offset=1.0, rotates_part=True, heads_beyond="mtp_num_hidden_layers", heads=_QWEN_HEADS,
+        drafts=("mtp.",),
         mixture=Mixture(
             shared={part: (ours, f"mlp.shared_expert.{part}_proj") for part, (ours, _) in _SHARED.items()},
             shared_gate=(("ffn_gate_inp_shexp.weight",), ("mlp.shared_expert_gate.weight",)),
@@ -383,6 +452,7 @@ FAMILIES = (
             "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
             "num_experts_per_tok": 10, "norm_topk_prob": True, "intermediate_size": 5632,
+            "mtp_num_hidden_layers": 1,
         },
         aliases={"num_local_experts": "num_experts"},
     ),
@@ -534,15 +604,89 @@ FAMILIES = (
     Family(
         "granite4", "GraniteMoeHybridForCausalLM", "granitemoehybrid",
         {
-            **_LAYER, **_NORMS_BEFORE, "down": ("ffn_down", "shared_mlp.output_linear"),
-            **dict.fromkeys(("gate", "up"), ("ffn_up", "shared_mlp.input_linear")),
+            **_LAYER, **_NORMS_BEFORE, "gate": ("ffn_gate", "shared_mlp.input_linear"),
+            "up": ("ffn_up", "shared_mlp.input_linear"), "down": ("ffn_down", "shared_mlp.output_linear"),
         },
-        scales=SCALES, refuses=("num_local_experts",),
-        requires={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")},
+        "granitehybrid", interleaved=True, scales=SCALES, scan=StateSpace(),
+        rotates_if=("position_embedding_type", "rope", "rope.scaling.finetuned"),
+        mixture=Mixture(
+            router=(
+                ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+            ),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
+                for part, a, b in (
+                    ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
+                    ("down", "output_linear.weight", "down_proj"),
+                )
+            },
+            shared={
+                "gate": ("ffn_gate_shexp", "shared_mlp.input_linear"),
+                "up": ("ffn_up_shexp", "shared_mlp.input_linear"),
+                "down": ("ffn_down_shexp", "shared_mlp.output_linear"),
+            },
+            count="num_local_experts", optional=True, inner="intermediate_size",
+            shared_inner="shared_intermediate_size", score="of_chosen",
+        ),
+        refuses=("mamba_proj_bias",), requires={"mamba_conv_bias": (True,)},
         keys={"inner": "shared_intermediate_size"},
         absent={
             "attention_multiplier": 1.0, "max_position_embeddings": 2048, "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
+            "num_experts_per_tok": 2, "intermediate_size": 11008, "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+            "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+        },
+        aliases={"layers_block_type": "layer_types", "num_experts": "num_local_experts"},
+    ),
+    Family(
+        "nemotron_h", "NemotronHForCausalLM", "nemotron_h",
+        {
+            **{part: (f"attn_{part}", f"mixer.{part}_proj") for part in ("q", "k", "v")},
+            "o": ("attn_output", "mixer.o_proj"), "up": ("ffn_up", "mixer.up_proj"),
+            "down": ("ffn_down", "mixer.down_proj"), **dict.fromkeys(("attn_norm", "ffn_norm"), ("attn_norm", "norm")),
+        },
+        "nemotron_h", "nemotron_h_moe", single=True, layers="backbone.layers.{}.{}", rotates=False,
+        scan=StateSpace(
+            into=("ssm_in", "mixer.in_proj"), o=("ssm_out", "mixer.out_proj"),
+            convolution=(("ssm_conv1d.weight",), ("mixer.conv1d.weight",)),
+            convolution_bias=(("ssm_conv1d.bias",), ("mixer.conv1d.bias",)),
+            decay=(("ssm_a",), ("mixer.A_log",)), dt_bias=(("ssm_dt.bias",), ("mixer.dt_bias",)),
+            skip=(("ssm_d",), ("mixer.D",)), norm=(("ssm_norm.weight",), ("mixer.norm.weight",)),
+            heads="mamba_num_heads", head_dim="mamba_head_dim", groups="n_groups", state="ssm_state_size",
+            taps="conv_kernel", expand=None,
+        ),
+        activation="relu2", activation_key="mlp_hidden_act", biases=(),
+        outer={
+            "embedding": ("token_embd", "backbone.embeddings"), "final_norm": ("output_norm", "backbone.norm_f"),
+            "head": ("output", "lm_head"),
+        },
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("mixer.gate.weight",)),
+            experts={
+                part: ((f"ffn_{part}_exps.weight",), (f"{at}.{{}}.{part}_proj.weight", f"{at}.{part}_proj"))
+                for part, at in dict.fromkeys(("up", "down"), "mixer.experts").items()
+            },
+            shared={part: (f"ffn_{part}_shexp", f"mixer.shared_experts.{part}_proj") for part in ("up", "down")},
+            choice_bias=(("exp_probs_b.bias",), ("mixer.gate.e_score_correction_bias",)),
+            count="n_routed_experts", optional=True, shared_inner="moe_shared_expert_intermediate_size",
+            score="sigmoid", renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor",
+        ),
+        refuses=("mlp_bias", "use_bias", "moe_latent_size"),
+        requires={"use_conv_bias": (True,), "mamba_hidden_act": ("silu",), "n_group": (1,), "topk_group": (1,)},
+        brings_code=True,
+        absent={
+            "num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096,
+            "intermediate_size": 21504, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True, "mamba_num_heads": 128,
+            "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "vocab_size": 131072,
+        },
+        aliases={
+            "layer_norm_epsilon": "rms_norm_eps", "num_local_experts": "n_routed_experts",
+            "layer_types": "layers_block_type", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
         },
     ),
     Family(
@@ -556,6 +700,19 @@ FAMILIES = (
     Family(
         "ministral", "MinistralForCausalLM", "ministral", {**_LAYER, **_NORMS_BEFORE}, windows=Windows(), biases=(),
         absent={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
+    Family(
+        "ministral3", "Ministral3ForCausalLM", "ministral3", {**_LAYER, **_NORMS_BEFORE}, "mistral3",
+        windows=Windows(every=True), biases=(), interleaved=True, grows=True,
+        absent={
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "smollm3", {**_LAYER, **_NORMS_BEFORE}, "smollm3", interleaved=True,
@@ -669,6 +826,62 @@ FAMILIES = (
         },
     ),
     Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_v2", {**_LATENT, **_NORMS_BEFORE}, latent=Latent(),
+        biases=(), refuses=("attention_bias", "mlp_bias"), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, count="n_routed_experts", shared_count="n_shared_experts", renormalise=False,
+            gguf_renormalises=False, scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group",
+            used_groups="topk_group", grouped=("topk_method", "group_limited_greedy"),
+        ),
+        requires={"topk_method": ("greedy", "group_limited_greedy")},
+        aliases={"num_experts": "n_routed_experts"},
+        absent={
+            "num_attention_heads": 32, "max_position_embeddings": 2048, "intermediate_size": 11008,
+            "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0, "topk_method": "greedy", "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+    ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", "deepseek_v3", {**_LATENT, **_NORMS_BEFORE}, "deepseek2",
+        softmax="deepseek_v2", latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(), brings_code=True,
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", renormalise_in_gguf=True, least_total=1e-20,
+            scale="routed_scaling_factor", first="first_k_dense_replace", groups="n_group", used_groups="topk_group",
+            best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        absent={
+            "num_attention_heads": 128, "max_position_embeddings": 4096, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+            "norm_topk_prob": True, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", {**_LATENT, **_NORMS_BEFORE},
+        latent=Latent(neighbours_key="rope_interleave"), biases=(), refuses=("attention_bias",),
+        heads_beyond="num_nextn_predict_layers", heads=Heads(),
+        mixture=Mixture(
+            shared=_SHARED, choice_bias=(("exp_probs_b.bias",), ("mlp.gate.e_score_correction_bias",)),
+            count="n_routed_experts", shared_count="n_shared_experts", score="sigmoid",
+            renormalise_key="norm_topk_prob", least_total=1e-20, scale="routed_scaling_factor",
+            kinds="mlp_layer_types", groups="n_group", used_groups="topk_group", best_two=True,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+        absent={
+            "num_attention_heads": 20, "max_position_embeddings": 202752, "intermediate_size": 10240,
+            "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "kv_lora_rank": 512,
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "rope_interleave": True, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+        },
+    ),
+    Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**_LAYER, **_NORMS_BEFORE}, "ernie4_5-moe",
         ropes=(RopeSource(5e5),), biases=(), interleaved=True, neighbours=True, refuses=("use_bias",),
         mixture=Mixture(
@@ -699,7 +912,7 @@ FAMILIES = (
         mixture=Mixture(
             router=(("ffn_gate_inp.weight",), ("mlp.router.weight",)),
             experts={
-                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}",))
+                part: ((f"ffn_{part}_exps.weight",), (f"mlp.experts.{theirs}", f"mlp.experts.{theirs}_blocks"))
                 for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
             },
             biases={
@@ -709,7 +922,7 @@ FAMILIES = (
                     for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
                 },
             },
-            woven=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
+            woven=True, mxfp4=True, count="num_local_experts", inner="intermediate_size", score="of_chosen",
         ),
         absent={
             "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -785,10 +998,11 @@ def text_name(name: str) -> str | None:
     return next((own + name.removeprefix(theirs) for theirs, own in TEXT_TENSORS if name.startswith(theirs)), name)
 
 
-def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False) -> Family | None:
-    """The family of GGUF files of this architecture. ``windowed``, ``mixed``: of those with a window, with experts."""
-    family = next((family for family in FAMILIES if family.gguf == architecture), None)
-    name = None if family is None else (windowed and family.windowed) or (mixed and family.mixed)
+def of_gguf(architecture: str, windowed: bool = False, mixed: bool = False, softmax: bool = False) -> Family | None:
+    """The family of GGUF files of this architecture. ``windowed``, ``mixed``, ``softmax``: of those with a window, with
+    experts, with experts whose scores are no sigmoids."""
+    family = next((family for family in FAMILIES if architecture in (family.gguf, family.gguf_mixed)), None)
+    name = family and ((windowed and family.windowed) or (mixed and family.mixed) or (softmax and family.softmax))
     return next(other for other in FAMILIES if other.name == name) if name else family
 
 

@@ -23,7 +23,7 @@ from outpace.models import decoder as decoders
 from outpace.models import demo, families
 from outpace.models.families import Family
 from outpace.models.options import LoadOptions
-from outpace.models.refused import refuse_images, refuse_misspelt, refuse_recurrent
+from outpace.models.refused import RECURRENT_LAYERS, refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.weights import safetensors, tensors
 from outpace.models.weights.facts import read_config
 from outpace.models.weights.file_bytes import refuse_pointer
@@ -261,9 +261,7 @@ def _backend_for(source: Source, gguf: GGUFFile | None, options: LoadOptions, ex
         if explain:
             log.info("%s; using transformers", error)
         return "transformers"
-    family = _family(source, gguf)
-    both = family is None or family.recurrent is None
-    if both and options.backend == "auto" and options.device == "auto" and _gpu():
+    if not _recurs(source, gguf) and options.backend == "auto" and options.device == "auto" and _gpu():
         if explain:
             log.info("this machine has a GPU; using transformers (the native backend runs on the CPU)")
         return "transformers"
@@ -287,15 +285,18 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    if (family := _family(source, gguf)) is not None and family.recurrent is not None:
+    recurrent, family = _recurs(source, gguf), _family(source, gguf)
+    scans = recurrent and family is not None and family.scan is not None
+    if recurrent and (scans or gguf is not None):
         if error is not None:
             raise error
-        raise ModelError(
-            f"{source.name} has recurrent layers, which the native backend alone serves: use ",
-            Argument("backend", "native"),
-        )
+        what = "state spaces, which the native backend alone has" if scans else "recurrent layers, which the native "
+        what += "" if scans else "backend alone reads from GGUF files"
+        other = "" if scans else ", or give the folder that the file was made from"
+        raise ModelError(f"{source.name} has {what}: use ", Argument("backend", "native"), other)
     refuse_images(source.name, source.path, architecture)
-    refuse_recurrent(source.name, source.path, architecture)
+    if not recurrent:
+        refuse_recurrent(source.name, source.path, architecture)
     if gguf is None:
         if list(source.path.glob("*.safetensors")):
             safetensors.read_folder(source.path)  # damaged and missing files
@@ -313,6 +314,16 @@ def _family(source: Source, gguf: GGUFFile | None) -> Family | None:
         return _file_family(gguf)
     config = read_config(source.path)
     return families.of_class(str(families.named_class(families.text_part(config) or config)))
+
+
+def _recurs(source: Source, gguf: GGUFFile | None) -> bool:
+    """Whether it is of a family here that has recurrent layers, and has some."""
+    family = _family(source, gguf)
+    if family is None or family.scan is None or gguf is not None:
+        return family is not None and family.recurrent is not None
+    config = read_config(source.path)
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    return any(kind not in families.ATTENDING for kind in kinds)
 
 
 def _file_family(gguf: GGUFFile) -> Family | None:
@@ -517,7 +528,9 @@ def _estimate_folder(source: Source, options: LoadOptions) -> MemoryEstimate:
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
     hidden = text.get("hidden_size") or text.get("n_embd") or 0
     width = text.get("head_dim") or hidden // heads
-    layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
+    listed = text.get("layer_types")
+    kinds = [str(kind) for kind in listed] if isinstance(listed, list) else []
+    layers = (text.get("num_hidden_layers") or text.get("n_layer") or 0) - sum(k in RECURRENT_LAYERS for k in kinds)
     per_position = 2 * layers * (text.get("num_key_value_heads") or heads) * width * size
     return MemoryEstimate(elements * size, per_position, _device_name(options))
 

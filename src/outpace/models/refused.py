@@ -19,11 +19,10 @@ _IMAGE_GGUF = frozenset(
 # Architectures in GGUF files, and kinds of layers in config.json, with a state that cannot go back to an earlier token.
 RECURRENT = frozenset(
     (
-        "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "kimi-linear", "nemotron_h",
-        "nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
+        "mamba", "mamba2", "jamba", "falcon-h1", "kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip
-_RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
+RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
 _RECURRENT_TYPES = frozenset(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "rwkv", "xlstm", "zamba", "zamba2"))
 # Types of image models of which transformers 5.23 serves the part for text by itself, for where it is not installed.
 TEXT_ALONE = frozenset(
@@ -84,15 +83,16 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
     config = _read(path / "config.json") if architecture is None else {}
     config = config.get("text_config") or config
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    found = sorted(_RECURRENT_LAYERS & {str(kind) for kind in kinds}) if isinstance(kinds, list) else []
+    found = sorted(RECURRENT_LAYERS & {str(kind) for kind in kinds}) if isinstance(kinds, list) else []
     if not found and kinds is None and config.get("model_type") in _RECURRENT_TYPES:
         found = [str(config["model_type"])]
     if architecture in RECURRENT:
         found = [str(architecture)]
     if found:
         raise ModelError(
-            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models and "
-            "LFM2 alone can go back to an earlier token here: give such a model, or one with attention alone"
+            f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models, "
+            "LFM2, Granite 4 and Nemotron-H alone can go back to an earlier token here: give such a model, or one with "
+            "attention alone"
         )
 
 

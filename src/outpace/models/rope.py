@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,17 +19,20 @@ class Rope:
     """``frequencies``: float32 [n], rotating value i of a head against i + n, and the first 2 n values only.
 
     ``base``: what they are powers of, but for a stretch. ``scale`` multiplies cosines and sines. ``limit``: positions
-    for which it holds; None: all.
+    for which it holds; None: all. Queries are multiplied by 1 + ``growth`` ln(1 + position / ``period``), the ratio
+    rounded down.
     """
 
     base: float
     frequencies: F32
     scale: float = 1.0
     limit: int | None = None
+    growth: float = 0.0
+    period: int = 1
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is stretched or scaled."""
+        """Whether nothing is stretched or scaled; queries may grow."""
         own = inverse_frequencies(self.base, 2 * len(self.frequencies))
         return self.scale == 1.0 and bool((self.frequencies == own).all())
 
@@ -67,11 +70,12 @@ def from_gguf(
     divisors: F32 | None,
     short: F32 | None,
     truncate: bool = True,
+    spread: float = 0.0,
 ) -> Rope:
     """A GGUF file's table for heads of ``width``, of which a ``part`` may be rotated, contexts up to ``longest``.
 
     ``divisors``, ``short``: the tensors rope_freqs and rope_factors_short, where it has any. ``truncate``: bounds of
-    yarn are whole dimensions.
+    yarn are whole dimensions. ``spread``: yarn's scale is divided by that of so many logarithms.
     """
     rotated = facts.whole("rope.dimension_count", width, most=width)
     if rotated != width and not part:
@@ -95,7 +99,8 @@ def from_gguf(
             facts.number(f"rope.scaling.yarn_beta_{end}", value) for end, value in (("fast", 32.0), ("slow", 1.0))
         )
         frequencies = _stretched_by_turns(base, rotated, float(stretch), original, fast, slow, truncate)
-        scale *= _mscale(float(stretch))
+        scale *= mscale(float(stretch))
+        scale /= mscale(float(stretch), spread)
         if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise facts.fail("its yarn is applied in part (rope.scaling.yarn_ext_factor)")
     for name, by in (("rope_freqs.weight", divisors), ("rope_factors_short.weight", short)):
@@ -112,6 +117,14 @@ def from_gguf(
     elif kind == "longrope":
         raise facts.fail("it has no tensor rope_factors_short.weight, so the model is incomplete")
     return Rope(base, frequencies, scale, limit)
+
+
+def growing(table: Rope, facts: Facts, growth: str, original: str, longest: int) -> Rope:
+    """``table`` for queries that grow by so much, which stands at the key ``growth``, whenever a position has gone
+    through a context of the ``original`` length."""
+    if not facts.get(growth):
+        return table
+    return replace(table, growth=facts.number(growth), period=facts.whole(original, longest))
 
 
 def _default(facts: Facts, base: float, width: int, longest: int) -> Rope:
@@ -167,12 +180,13 @@ def _yarn(facts: Facts, base: float, width: int, longest: int) -> Rope:
         return Rope(base, frequencies, facts.number("attention_factor"))
     if scale and over:
         return Rope(
-            base, frequencies, _mscale(factor, facts.number("mscale")) / _mscale(factor, facts.number("mscale_all_dim"))
+            base, frequencies, mscale(factor, facts.number("mscale")) / mscale(factor, facts.number("mscale_all_dim"))
         )
-    return Rope(base, frequencies, _mscale(factor))
+    return Rope(base, frequencies, mscale(factor))
 
 
-def _mscale(factor: float, by: float = 1.0) -> float:
+def mscale(factor: float, by: float = 1.0) -> float:
+    """What yarn multiplies by where contexts are stretched by ``factor``; ``by``: 0 for 1."""
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from outpace.drafters.learned import checkpoint
 from outpace.errors import ParameterError
 from outpace.training.data import Answers
-from outpace.training.options import EagleOptions, MedusaOptions, Options, ParallelOptions
+from outpace.training.options import EagleOptions, MedusaOptions, MtpOptions, Options, ParallelOptions
 from outpace.training.target import DraftHead, DraftVocabulary, TargetParts
 
 CPU = torch.device("cpu")
@@ -258,7 +258,7 @@ Write = Callable[[Path, str, Any, Mapping[str, Any], Mapping[str, Any], Mapping[
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module)
 OptionsT = TypeVar("OptionsT", bound=Options)
-HeadOptionsT = TypeVar("HeadOptionsT", bound=EagleOptions | MedusaOptions | ParallelOptions)
+HeadOptionsT = TypeVar("HeadOptionsT", bound=EagleOptions | MtpOptions | MedusaOptions | ParallelOptions)
 
 
 class Objective(ABC, Generic[NetworkT, OptionsT]):

@@ -124,6 +124,19 @@ class EagleOptions(_Method):
 
 
 @dataclass(frozen=True, slots=True)
+class MtpOptions(_Method):
+    """A layer in a model's own files that drafts. It is unrolled as EAGLE is: arguments as there."""
+
+    method: ClassVar[str] = "mtp"
+    steps_ttt: int = defined(3, "Entries that are unrolled in training.", Interval("[1, 16]"))
+    share: float = defined(0.5, "Of entries that are unrolled beyond the first.", Interval("[0.05, 1]"))
+    loss: str = defined("ce", "ce, kl, reverse, tv, lk, hybrid or length.", Choice((*LOSSES, LENGTH)))
+    decay: float = defined(0.9, "Unrolled entry i has weight decay^i.", Interval("[0.05, 1]"))
+    candidates: int = defined(2048, _CANDIDATES)
+    depth: int = defined(4, _DEPTH)
+
+
+@dataclass(frozen=True, slots=True)
 class MedusaOptions(_Method):
     """Medusa-1: heads on the target's last hidden state, and the search of the tree of their candidates."""
 
@@ -177,4 +190,4 @@ class DistilOptions(_Method):
     depth: int = defined(4, _DEPTH)
 
 
-Options = EagleOptions | MedusaOptions | ParallelOptions | DistilOptions
+Options = EagleOptions | MtpOptions | MedusaOptions | ParallelOptions | DistilOptions

@@ -1,4 +1,4 @@
-"""``outpace train eagle|parallel|medusa|distil``: options are defined in ``outpace.training.options``."""
+"""``outpace train eagle|mtp|parallel|medusa|distil``: options are defined in ``outpace.training.options``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from outpace.cli.train.data import say
 from outpace.common.parameter import REQUIRED, defined
 from outpace.errors import ParameterError
 from outpace.training import packages
-from outpace.training.options import DistilOptions, EagleOptions, LoopOptions, MedusaOptions, Options, ParallelOptions
+from outpace.training.options import (
+    DistilOptions,
+    EagleOptions,
+    LoopOptions,
+    MedusaOptions,
+    MtpOptions,
+    Options,
+    ParallelOptions,
+)
 
 if TYPE_CHECKING:
     from outpace.training.loop import Loop
@@ -38,6 +46,11 @@ def eagle(place: Place, options: EagleOptions, loop: LoopOptions, common: Common
     """Train one decoder layer that drafts from the target's hidden states (EAGLE-3.1). Several processes:
     accelerate launch -m outpace train eagle ...
     """
+    return _train(place, options, loop, common)
+
+
+def mtp(place: Place, options: MtpOptions, loop: LoopOptions, common: Common) -> int:
+    """Train the layer of a Qwen 3.5 model's own files that drafts, and write the model with it: --drafter mtp."""
     return _train(place, options, loop, common)
 
 
@@ -93,6 +106,8 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
         print(f"  {name.replace('_', ' ')}: {value:.3f}")
     spec = f"{'model' if options.method == 'distil' else options.method}:{place.out}"
     model = place.model or read_meta(place.data)["model"]
+    if isinstance(options, MtpOptions):
+        model, spec = str(place.out), "mtp"
     print(f"try it: {shlex.join(['outpace', 'generate', '-m', model, '-d', spec, '--compare', 'Hello!'])}")
     return 0
 
@@ -112,5 +127,5 @@ COMMANDS = tuple(
         f"outpace train {function.__name__} --data answers --out drafter --epochs 4\n"
         f"outpace train {function.__name__} --data answers --out drafter --epochs 8 --resume",
     )
-    for function in (eagle, parallel, medusa, distil)
+    for function in (eagle, mtp, parallel, medusa, distil)
 )

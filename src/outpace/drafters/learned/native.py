@@ -115,7 +115,7 @@ class Packing:
             "attention_scale": decoder.head_dim**-0.5, "embedding_scale": scale, "activation": "silu",
             "max_length": decoder.max_length,
         }  # fmt: skip
-        ropes = [(inverse_frequencies(decoder.rope_theta, decoder.head_dim), 1.0)]
+        ropes = [(inverse_frequencies(decoder.rope_theta, decoder.head_dim), 1.0, 0.0, 1)]
         weights = _native.Weights(sizes, layers, embedding, self.head(), self.vector("norm.weight"), ropes)
         runtime, isa = self._target.runtime, self._target.isa
         return _native.Model(weights, runtime, isa, kv_dtype, -1 if limit is None else limit)

@@ -28,10 +28,10 @@ READ = tuple(name for name, _, _ in _native.source_types().values())  # types of
 _PLAIN = ("F32", "F16", "BF16")
 _TARGETS = {"auto": "keep", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _VECTORS = (*NORMS, *(f"{name}_bias" for name in BIASES))
-_EXPERT_PARTS = ("gate", "up", "down")
 _NET_PARTS = ("qkv", "z", "b", "a")  # of a recurrent layer
+_LATENT_PARTS = ("q_down", "k_up", "v_up")
 _VERDICT = "cannot be served by the native backend"
-MAX_HEAD = 512  # native/kernels/table.h
+MAX_HEAD = 576  # native/kernels/table.h
 
 
 def estimate(
@@ -50,7 +50,7 @@ def estimate(
     for i in range(model.layers):
         matrices += [(weights.matrix(i, name), target) for name in model.shapes(i)]
         if model.mixture(i) is not None:
-            matrices += [(weights.experts(i, name), target) for name in _EXPERT_PARTS]
+            matrices += [(weights.experts(i, name), target) for name in weights.expert_parts]
             matrices.append((weights.router(i), "f32"))
     inputs = ("inputs_table", "inputs_project") if model.input_width else ()
     outer = ("embedding", *(() if model.tied else ("head",)), *inputs)
@@ -72,9 +72,12 @@ def estimate(
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: int8 has a float32 scale for each head's key, and value."""
-    size, scale = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 4)}[kv_dtype]
-    shapes = [model.shape(i) for i in range(model.layers) if model.stores(i)]
-    return sum(2 * shape.kv_heads * (size * shape.head_dim + scale) for shape in shapes)
+    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
+    total = 0
+    for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
+        values = shape.head_dim if model.latent is None else model.latent.rank
+        total += shape.kv_heads * ((shape.head_dim + values) * each + more)
+    return total
 
 
 def open_weights(
@@ -102,6 +105,9 @@ def open_weights(
         weights = tensors.of_folder(Path(path), model)
     if (widest := max(shape.head_dim for shape in model.by_layer)) > MAX_HEAD:
         raise ModelError(f"{weights.name} {_VERDICT}: its heads are {widest} wide, and {MAX_HEAD} is the most")
+    if (a := model.latent) is not None and (a.rank % 16 or a.value % 16):
+        sizes = f"latent vectors of {a.rank} numbers and values of {a.value}"
+        raise ModelError(f"{weights.name} {_VERDICT}: it has {sizes}, where multiples of 16 are supported")
     target = quantize or _TARGETS[dtype]
     if unused := weights.unused():
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -183,7 +189,12 @@ class _Parts:
             layer["delta"] = {
                 "key_heads": net.key_heads, "value_heads": net.value_heads, "key_dim": net.key_dim,
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
-                **{name: layer.pop(name) for name in _NET_PARTS}, **weights.recurrent_vectors(i),
+                **{name: layer.pop(name) for name in _NET_PARTS if name in layer}, **weights.recurrent_vectors(i),
+            }  # fmt: skip
+        elif (a := model.latent) is not None:
+            layer["latent"] = {
+                "rank": a.rank, "plain": a.plain, "rotated": a.rotated, "neighbours": a.neighbours, "eps": a.eps,
+                **{name: layer.pop(name) for name in _LATENT_PARTS if name in layer},
             }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True
@@ -193,12 +204,13 @@ class _Parts:
                 "norm": weights.vector(i, "input_norm"),
             }  # fmt: skip
         if (experts := model.mixture(i)) is not None:
-            joined = {name: weights.experts(i, name) for name in _EXPERT_PARTS}
+            joined = {name: weights.experts(i, name) for name in weights.expert_parts}
             router = weights.router(i)
             layer["experts"] = {
                 "count": experts.count, "used": experts.used, "inner": experts.inner, "shared": experts.shared,
                 "score": experts.score, "renormalise": experts.renormalise, "least_total": experts.least_total,
-                "scale": experts.scale,
+                "scale": experts.scale, "groups": experts.groups, "used_groups": experts.used_groups,
+                "best_two": model.family.mixture is not None and model.family.mixture.best_two,
                 **{n: self.matrix(each, *each.shape, f"layer {i}'s experts' {n}") for n, each in joined.items()},
                 "router": self.matrix(router, *router.shape, f"layer {i}'s router", target="f32"),
                 **weights.mixture_vectors(i),
@@ -243,8 +255,11 @@ class _Parts:
         }
 
     @property
-    def ropes(self) -> list[tuple[F32, float]]:
-        return [(np.ascontiguousarray(table.frequencies, np.float32), table.scale) for table in self._model.ropes]
+    def ropes(self) -> list[tuple[F32, float, float, int]]:
+        return [
+            (np.ascontiguousarray(table.frequencies, np.float32), table.scale, table.growth, table.period)
+            for table in self._model.ropes
+        ]
 
 
 def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make: Make) -> _native.Weights:

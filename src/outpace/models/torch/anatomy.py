@@ -37,7 +37,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What was found: one attention call a layer, where the layers hang, and what each keeps in the cache."""
+    """What was found: an attention call of each layer that attends, where all layers hang, and what is cached."""
 
     shapes: tuple[LayerShape, ...]
     dtype: torch.dtype
@@ -153,9 +153,15 @@ def max_length(config: Any) -> tuple[int, str | None]:
     return longest, None
 
 
-def dissect(model: Any, configs: Sequence[Any], longest: int, tokens: torch.Tensor) -> Anatomy:
+def dissect(
+    model: Any,
+    configs: Sequence[Any],
+    longest: int,
+    tokens: torch.Tensor,
+    recurrent: Sequence[torch.nn.Module] = (),
+) -> Anatomy:
     """Run ``model``, which has these ``configs``, once on ``tokens`` [1, n] with a watching attention, and judge what
-    it does. Raises ModelError."""
+    it does. ``recurrent``: modules that layers have in the place of attention. Raises ModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -172,10 +178,10 @@ def dissect(model: Any, configs: Sequence[Any], longest: int, tokens: torch.Tens
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)  # there is no public way to unregister
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)
-    return _judge(model, watch)
+    return _judge(model, watch, recurrent)
 
 
-def _judge(model: Any, watch: Watch) -> Anatomy:
+def _judge(model: Any, watch: Watch, recurrent: Sequence[torch.nn.Module]) -> Anatomy:
     calls = watch.calls
     if not calls:
         raise ModelError(
@@ -183,7 +189,7 @@ def _judge(model: Any, watch: Watch) -> Anatomy:
         )
     if len({id(call.module) for call in calls}) < len(calls):
         raise ModelError("some of its layers share one attention module")
-    holder, attribute, layers = _layers(model, [call.module for call in calls])
+    holder, attribute, layers = _layers(model, [call.module for call in calls], recurrent)
     shared, sites = Forward(), list[tuple[torch.nn.Module, Site]]()
     for i, call in enumerate(calls):
         for name, value in call.extras.items():
@@ -204,18 +210,22 @@ def _extra(name: str) -> str:
 
 
 def _layers(
-    model: torch.nn.Module, attention: list[torch.nn.Module]
+    model: torch.nn.Module, attention: list[torch.nn.Module], recurrent: Sequence[torch.nn.Module]
 ) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The list of decoder layers: the ModuleList whose children hold one of the attention modules each, in order."""
+    """The list of decoder layers: the ModuleList whose children hold one of the attention modules each, in order, or
+    a recurrent one."""
     first = attention[0]
     for holder in model.modules():
         for attribute, child in holder.named_children():
             if not isinstance(child, torch.nn.ModuleList) or not any(first is m for m in child.modules()):
                 continue
+            attends = 0
             for i, layer in enumerate(child):
                 inside = {id(m) for m in layer.modules()}
                 inner = [j for j, module in enumerate(attention) if id(module) in inside]
-                if inner != [i]:
+                if inner == [attends]:
+                    attends += 1
+                elif inner or not any(id(module) in inside for module in recurrent):
                     raise ModelError(
                         f"layer {i} ({type(layer).__name__}) has no attention of its own (recurrent state or linear "
                         f"attention), which cannot be rolled back"

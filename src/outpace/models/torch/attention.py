@@ -22,6 +22,7 @@ from outpace.common.arrays import I32
 from outpace.exact.drafts import ancestors
 from outpace.models.base import Batch
 from outpace.models.torch.kv import NEVER, SPLIT, Seen, TorchKV
+from outpace.models.torch.recurrent import Step
 from outpace.models.torch.upload import Upload
 
 NAME = "outpace"
@@ -138,8 +139,11 @@ def laid_out(
 
 
 def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: torch.device) -> Plan:
-    """Who attends to what, once ``kv`` has room for the new tokens. Raises ValueError."""
+    """Who attends to what, once ``kv`` has room for the new tokens; where it has states, the step over them begins.
+    Raises ValueError."""
     rows = row_plans(batch, kv)
+    if kv.states is not None:
+        kv.step = Step(kv.states, batch)
     alike: dict[tuple[int, int], list[Row]] = {}
     for each in rows:
         alike.setdefault(each.sizes, []).append(each)

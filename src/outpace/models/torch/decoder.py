@@ -20,10 +20,11 @@ from torch import Tensor
 from outpace.common.allocator import huge
 from outpace.models import families
 from outpace.models.decoder import ACTIVATIONS
-from outpace.models.families import KEYS, OUTER, SPELLINGS
+from outpace.models.families import ATTENDING, KEYS, SPELLINGS
 from outpace.models.torch import attention, between
 from outpace.models.torch.attention import CLOSE, Plan, able
 from outpace.models.torch.between import Norm, Table
+from outpace.models.torch.mixers import Mixer, attending_layers, mixers
 from outpace.models.torch.state import hooked
 
 log = logging.getLogger(__name__)
@@ -91,20 +92,25 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 
 class _Layer:
-    """One layer's parts: its norms by ``families.NORMS``, None where it has none."""
+    """One layer's parts: its norms by ``families.NORMS``, None where it has none. ``mixer``: in attention's place."""
 
-    def __init__(self, module: Any, index: int, family: families.Family, eps: float) -> None:
+    def __init__(
+        self, module: Any, index: int, family: families.Family, eps: float, place: int, mixer: Mixer | None
+    ) -> None:
         def find(part: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(index, family.layer[part][1]))
 
         def norm(part: str) -> Norm | None:
-            return Norm(find(part), family.norm_offset, eps) if part in family.layer else None
+            left_out = part not in family.layer or (mixer is not None and part in ("q_norm", "k_norm"))
+            return None if left_out else Norm(find(part), family.norm_offset, eps)
 
         def together(*parts: str) -> Projection:
             names = dict.fromkeys(family.layer[part][1] for part in parts)
             return Projection([module.get_submodule(SPELLINGS[1].format(index, name)) for name in names])
 
-        self.qkv, self.o = together("q", "k", "v"), together("o")
+        self.place, self.mixer = place, mixer  # among the layers that attend
+        if mixer is None:
+            self.qkv, self.o = together("q", "k", "v"), together("o")
         self.gate_up, self.down = together("gate", "up"), together("down")
         self.attn_norm, self.post_attn_norm = norm("attn_norm"), norm("post_attn_norm")
         self.ffn_norm, self.post_ffn_norm = norm("ffn_norm"), norm("post_ffn_norm")
@@ -112,7 +118,8 @@ class _Layer:
 
 
 class OwnDecoder:
-    """The forward of a module that ``described`` takes. ``windows``, ``scales``: by layer, as its attention has them.
+    """The forward of a module that ``described`` takes. ``windows``, ``scales``: by layer that attends, as its
+    attention has them.
 
     Weights are read when this is made.
     """
@@ -124,7 +131,8 @@ class OwnDecoder:
         self._family, self._windows, self._scales = family, windows, scales
         self._heads = int(config.num_attention_heads)
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
-        eps = float(getattr(config, KEYS["eps"][1]))
+        names = {ours: theirs for theirs, ours in family.aliases.items()}
+        eps = float(getattr(config, names.get(KEYS["eps"][1], KEYS["eps"][1])))
 
         def factor(name: str) -> float:
             return float(getattr(config, KEYS[name][1])) if name in family.scales else 1.0
@@ -133,12 +141,19 @@ class OwnDecoder:
         self._embedding_scale = factor("embedding_scale")  # beyond what the embedding's module does
         self._residual, self._divisor = factor("residual_scale"), factor("logit_divisor")
         kinds = getattr(config, "layer_types", None) or []
-        self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(windows)
-        self._rotated = config.no_rope_layers if family.unrotated_every else [1] * len(windows)
-        self._layers = [_Layer(module, i, family, eps) for i in range(len(windows))]
-        self._norm = Norm(module.get_submodule(OUTER["final_norm"][1]), family.norm_offset, eps)
+        attends = attending_layers(module)
+        self._kinds = list(kinds) if len(family.ropes) > 1 else [None] * len(attends)
+        self._rotated = config.no_rope_layers if family.unrotated_every else [1] * len(attends)
+        recurrent, place = iter(mixers(module, Projection)), iter(range(len(windows)))
+        self._layers = [
+            _Layer(module, i, family, eps, next(place) if own else -1, None if own else next(recurrent))
+            for i, own in enumerate(attends)
+        ]
+        self._norm = Norm(module.get_submodule(family.outer["final_norm"][1]), family.norm_offset, eps)
         self._head = Projection([module.get_output_embeddings()])
-        for each in [self._head, *(p for layer in self._layers for p in vars(layer).values())]:
+        parts = [p for layer in self._layers for p in vars(layer).values()]
+        products = [p for layer in self._layers if layer.mixer is not None for p in layer.mixer.products]
+        for each in (self._head, *parts, *products):
             if isinstance(each, Projection):
                 each.settle()
 
@@ -160,7 +175,11 @@ class OwnDecoder:
         normed = _applied(norms[0], x)
         ops = _operations(x.device, x.dtype)
         for i, layer in enumerate(self._layers[:layers]):
-            mixed = self._attend(i, layer, plan, normed, tables, ops)
+            if layer.mixer is None:
+                mixed = self._attend(i, layer, plan, normed, tables, ops)
+            else:
+                assert plan.kv.step is not None
+                mixed = layer.mixer(plan.kv.step, normed)
             x, normed = ops.added(x, _applied(layer.post_attn_norm, mixed), self._residual, layer.ffn_norm)
             inner = layer.down(ops.gated(layer.gate_up(normed), self._family.activation))
             x, normed = ops.added(x, _applied(layer.post_ffn_norm, inner), self._residual, norms[i + 1])
@@ -180,16 +199,22 @@ class OwnDecoder:
     def _attend(
         self, i: int, layer: _Layer, plan: Plan, x: Tensor, tables: dict[str | None, Table], ops: Any
     ) -> Tensor:
-        qkv, heads = layer.qkv(x), self._heads
+        qkv, heads, place = layer.qkv(x), self._heads, layer.place
         q_norm, k_norm = layer.q_norm, layer.k_norm
+        gate: Tensor | None = None
+        if self._family.gated:
+            width = qkv.shape[1] // (2 * (heads + self._kv_heads))
+            both, kv = qkv.split([2 * heads * width, 2 * self._kv_heads * width], -1)
+            q, gate = both.view(len(x), heads, 2 * width).split(width, -1)
+            qkv = torch.cat([q.flatten(1), kv], -1)
         if q_norm is not None and k_norm is not None and self._family.norms_over_heads:
             width = qkv.shape[1] // (heads + 2 * self._kv_heads)
             q, k, v = qkv.split([heads * width, self._kv_heads * width, self._kv_heads * width], -1)
             qkv, q_norm, k_norm = torch.cat([q_norm(q), k_norm(k), v], -1), None, None
         table = tables[self._kinds[i]] if self._rotated[i] else None
-        query = ops.placed(qkv, heads, q_norm, k_norm, table, plan.kv.keys[i], plan.kv.values[i], plan.write)
-        mixed = attention.mixed(i, plan, query, scale=self._scales[i], window=self._windows[i])
-        return layer.o(mixed.flatten(1))
+        query = ops.placed(qkv, heads, q_norm, k_norm, table, plan.kv.keys[place], plan.kv.values[place], plan.write)
+        mixed = attention.mixed(place, plan, query, scale=self._scales[place], window=self._windows[place])
+        return layer.o((mixed if gate is None else mixed * torch.sigmoid(gate)).flatten(1))
 
 
 def _applied(norm: Norm | None, x: Tensor) -> Tensor:
@@ -232,19 +257,24 @@ def described(module: Any) -> bool:
     if (
         family is None
         or family.modules
-        or family.mixture is not None
+        or (family.mixture is not None and not (family.mixture.optional and not getattr(config, family.mixture.count)))
+        or (family.scan is not None and set(config.layer_types) - {*ATTENDING})
+        or (family.rotates_if is not None and getattr(config, family.rotates_if[0]) != family.rotates_if[1])
+        or family.grows
         or any(getattr(config, key, None) for key in family.refuses if key != "mlp_bias")
     ):
         return False
     if families.unmet(family, lambda key: getattr(config, key, None)) is not None:
         return False
-    if ACTIVATIONS.get(str(getattr(config, family.activation_key or "hidden_act"))) != family.activation:
+    activation = family.activation if family.activation_key is None else getattr(config, family.activation_key)
+    if ACTIVATIONS.get(str(activation)) != family.activation:
         return False  # the proof does not tell two forms of GELU from each other
     if getattr(config, "quantization_config", None) is not None:
         return False
     changed = hooked(module) or any("forward" in vars(m) for m in module.modules())
     inside = [m for layer in module.model.layers for m in layer.modules() if hasattr(m, "weight")]
-    plain = all(type(m) is torch.nn.Linear or type(m).__module__.startswith("transformers.models.") for m in inside)
+    usual = (torch.nn.Linear, *([torch.nn.Conv1d] if family.recurrent is not None else []))
+    plain = all(type(m) in usual or type(m).__module__.startswith("transformers.models.") for m in inside)
     plain &= all(type(p) is torch.nn.Parameter and type(p.data) is Tensor for p in module.parameters())
     one = len({p.device for p in module.parameters()}) == 1
     return plain and one and not changed and type(module.get_output_embeddings()) is torch.nn.Linear

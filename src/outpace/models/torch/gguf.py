@@ -74,6 +74,9 @@ def _config(gguf: GGUFFile, decoder: Decoder) -> Any:
 
     width = 2 * len(decoder.ropes[0].frequencies)
     part = {"rope_type": "default", "partial_rotary_factor": width / decoder.head_dim}
+    if decoder.family.grows:
+        own = decoder.ropes[0]
+        part |= {"llama_4_scaling_beta": own.growth, "original_max_position_embeddings": own.period}
     tables = zip(decoder.family.ropes, decoder.ropes, strict=True)
     ropes = {source.layers: {**part, "rope_theta": table.base} for source, table in tables}
     return AutoConfig.for_model(

@@ -75,7 +75,7 @@ def _known(gguf: GGUFFile) -> Facts:
 def architectures(supported: Iterable[str]) -> set[str]:
     """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
     files = {name: architecture for architecture, name in _TYPES.items()}
-    own = {each.gguf for each in FAMILIES if each.gguf is not None and each.recurrent is None and not each.modules}
+    own = {each.gguf for each in FAMILIES if each.gguf and not (each.recurrent or each.mixture or each.modules)}
     others = {*supported} - {*_NO_DECODERS, *_UNREAD, *_OURS}
     return own | {files.get(name, name) for name in others} - RECURRENT
 

@@ -18,6 +18,7 @@ import torch
 from outpace.common.arrays import I32
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
+from outpace.models.torch.recurrent import States, StateShape, Step
 
 BLOCK = 64  # positions; a row wastes half a block, a fork copies at most one
 FIRST = 64  # blocks of the pool at first; it doubles
@@ -64,7 +65,8 @@ class TorchKV(KVCache):
     """The cache of the Transformers backend; see ``KVCache``. Only slots below a row's length are ever read.
 
     ``keys[i]`` and ``values[i]`` [heads, positions, width] are layer i's pool. Behind its last block, from ``spare``
-    on, it has one that no row takes, for tokens that only fill up a shape.
+    on, it has one that no row takes, for tokens that only fill up a shape. ``states``: those of recurrent layers, over
+    which the forward that runs makes the ``step``.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class TorchKV(KVCache):
         device: torch.device,
         limit: int | None = None,
         block: int = BLOCK,
+        recurrent: StateShape | None = None,
     ) -> None:
         self._shapes = tuple(shapes)
         self.dtype = dtype
@@ -83,6 +86,8 @@ class TorchKV(KVCache):
         self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
         self._block_bytes: int = self._position_bytes * block
         self._rows: dict[int, _Row] = {}
+        self.states = None if recurrent is None else States(recurrent, device)
+        self.step: Step | None = None
         self._empty()
 
     def _empty(self) -> None:
@@ -113,14 +118,31 @@ class TorchKV(KVCache):
     def free(self, row: int) -> None:
         self._cut(self._state(row), 0)
         del self._rows[row]
+        if self.states is not None:
+            self.states.clear(row)
 
     def length(self, row: int) -> int:
         return self._state(row).length
+
+    @property
+    def recurrent(self) -> bool:
+        return self.states is not None
+
+    def reachable(self, row: int, n: int) -> int:
+        n = min(max(n, 0), self.length(row))
+        return n if self.states is None else self.states.reachable(row, n)
+
+    def keep(self, row: int) -> None:
+        if self.states is not None:
+            self.states.keep(row)
 
     def truncate(self, row: int, n: int) -> None:
         state = self._state(row)
         if not 0 <= n <= state.length:
             raise ValueError(f"row {row} holds {state.length} positions and cannot be cut to {n}")
+        self._require_reachable(row, n)
+        if self.states is not None:
+            self.states.truncate(row, n)
         self._cut(state, n)
 
     def compact(self, row: int, start: int, keep: I32) -> None:
@@ -134,11 +156,14 @@ class TorchKV(KVCache):
             raise ValueError(
                 f"row {row} of length {state.length} cannot keep {keep.tolist()} after {start}: ascending?"
             )
+        self._require_reachable(row, start)
         moved = int((keep != np.arange(n)).argmax()) if n and int(keep[-1]) != n - 1 else n  # before it, all in place
         if moved < n:
             self._own(state, start + moved, start + n)
             places = self.places(row, state.length)
             self._copy(places[start + keep[moved:]], places[start + moved : start + n])
+        if self.states is not None:
+            self.states.compact(row, start, keep)
         self._cut(state, start + n)
 
     def fork(self, src: int, dst: int, n: int) -> None:
@@ -148,6 +173,10 @@ class TorchKV(KVCache):
                 f"row {dst} (length {target.length}) cannot begin with {n} positions of row {src} "
                 f"(length {source.length})"
             )
+        self._require_reachable(src, n)
+        if self.states is not None:
+            self._make_way(self.states.fork_bytes(src, n))
+            self.states.fork(src, dst, n)
         target.blocks, target.length = source.blocks[: self._count(n)], n
         self._references[target.blocks] += 1
 
@@ -156,18 +185,22 @@ class TorchKV(KVCache):
         more = self._count(state.length + n) - len(state.blocks)
         if n and state.length % self._size and self._references[state.blocks[-1]] > 1:
             more += 1
-        return more * self._block_bytes
+        states = 0 if self.states is None else self.states.growth(row, n)
+        return more * self._block_bytes + states
 
     def bytes_for(self, positions: int) -> int:
-        return self._count(positions) * self._block_bytes
+        states = 0 if self.states is None else self.states.bytes_for(positions)
+        return self._count(positions) * self._block_bytes + states
 
     def exclusive(self, rows: Sequence[int]) -> int:
         counts = Counter(block for row in set(rows) for block in self._state(row).blocks)
-        return sum(int(self._references[block]) == n for block, n in counts.items()) * self._block_bytes
+        states = 0 if self.states is None else self.states.exclusive(rows)
+        return sum(int(self._references[block]) == n for block, n in counts.items()) * self._block_bytes + states
 
     @property
     def bytes(self) -> int:
-        return (len(self._references) - len(self._free)) * self._block_bytes
+        states = 0 if self.states is None else self.states.bytes
+        return (len(self._references) - len(self._free)) * self._block_bytes + states
 
     @property
     def reserved(self) -> int:
@@ -198,11 +231,18 @@ class TorchKV(KVCache):
             np.add.at(counts, row.blocks, 1)
         assert (counts == self._references).all(), "blocks are held by other rows than they are counted for"
         assert sorted(self._free) == np.flatnonzero(counts == 0).tolist(), "free blocks are miscounted"
-        assert self._limit is None or self.bytes <= self.reserved <= self._limit, "KV memory is over its limit"
+        used = (len(self._references) - len(self._free)) * self._block_bytes
+        assert self._limit is None or used <= self.reserved <= self._limit, "KV memory is over its limit"
+        if self.states is not None:
+            assert self._limit is None or self.bytes <= self._limit, "KV memory is over its limit"
+            for index, row in self._rows.items():
+                self.states.check(index, row.length)
 
     def close(self) -> None:
         """Free every row, and give the memory back."""
         self._rows.clear()
+        if self.states is not None:
+            self.states.close()
         self._empty()
 
     # What a forward does: take blocks behind the rows' ends, write, and lengthen when all went well.
@@ -218,7 +258,11 @@ class TorchKV(KVCache):
         try:
             for row, n in more.items():
                 self._grow(row, n)
+            if self.states is not None:
+                self._make_way(sum(self.states.growth(row, n) for row, n in more.items()))
             yield
+            if self.step is not None:
+                self.step.end()
         except BaseException:
             for state, blocks in before.values():
                 state.blocks = blocks
@@ -227,6 +271,8 @@ class TorchKV(KVCache):
                 self._references[state.blocks] += 1
             self._free = np.flatnonzero(self._references == 0)[::-1].tolist()
             raise
+        finally:
+            self.step = None
         for row, n in more.items():
             self._rows[row].length += n
 
@@ -235,6 +281,27 @@ class TorchKV(KVCache):
         blocks = np.array(self._state(row).blocks[: self._count(n)], np.int64)
         places: npt.NDArray[np.int64] = (blocks[:, None] * self._size + np.arange(self._size)).reshape(-1)[:n]
         return places
+
+    # States of recurrent layers
+
+    def _require_reachable(self, row: int, n: int) -> None:
+        if self.reachable(row, n) != n:
+            raise ValueError(
+                f"{n} of {self.length(row)} positions of row {row}: its recurrent layers have passed there, and no "
+                f"state of it was kept (KVCache.reachable)"
+            )
+
+    def _make_way(self, more: int) -> None:
+        """Room for so many ``more`` bytes of states: snapshots go first. Raises MemoryLimitError."""
+        if self._limit is None or self.states is None:
+            return
+        room = self._limit - self.bytes - more
+        if room < 0:
+            raise MemoryLimitError(
+                f"of the {self._limit} bytes of KV memory {self.bytes} are in use, and recurrent layers' states would "
+                f"take {more} more: wait, or raise the KV memory"
+            )
+        self.states.make_way(room)
 
     # Blocks
 
@@ -287,11 +354,13 @@ class TorchKV(KVCache):
     def _extend(self, missing: int) -> None:
         """Make the pool larger: twice as large, or what the limit or the device allows. Raises MemoryLimitError.
 
-        On a card with a limit it has its full size from the first: addresses stay, so that graphs may keep them.
+        On a card with a limit it has its full size from the first: addresses stay, so that graphs may keep them. Not
+        beside states, which take of the same memory.
         """
         there = len(self._references)
         most = self._limit // self._block_bytes if self._limit is not None else max(FIRST, 2 * there, there + missing)
-        wanted = most if self._device.type != "cpu" else min(most, max(FIRST, 2 * there, there + missing))
+        full = self._device.type != "cpu" and self.states is None
+        wanted = most if full else min(most, max(FIRST, 2 * there, there + missing))
         while wanted > there:
             try:
                 for pool in (self.keys, self.values):

@@ -23,6 +23,7 @@ from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
+from outpace.models.torch.mixers import mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.probe import Reference, agree, prove_in_float32
 from outpace.models.torch.state import ModuleState
@@ -227,6 +228,11 @@ class TransformersModel(Model):
                 raise ModelError("it is compiled (model.compile()): load it again, and do not compile it")
             if "position_ids" not in parameters:
                 raise ModelError("it takes no positions (recurrent state, or positions that count slots)")
+            self._mixers = mixers(module)
+            if strict and self._mixers:
+                raise ModelError(
+                    "strict: recurrent layers go over a row's tokens together; the native backend is strict without it"
+                )
             if strict and any("expert" in part for part, _ in module.named_modules()):
                 raise ModelError("strict: an expert's products have as many rows as tokens that chose it")
             shared = [p.device_mesh.size() for p in module.parameters() if hasattr(p, "device_mesh")]
@@ -238,13 +244,15 @@ class TransformersModel(Model):
                 )
             with _plainly(self._device):
                 reference = Reference.of(module, config.vocab_size, self._device)
-                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1])
+                recurrent = [each.module for each in self._mixers]
+                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], recurrent)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
         self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
-        self.kv = TorchKV(anatomy.shapes, anatomy.dtype, self._device, kv_memory, kv_block)
+        self._state_shape = state_shape(module, self._mixers)
+        self.kv = self._cache(kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
         head = module.get_output_embeddings()
         self.info = ModelInfo(
@@ -252,7 +260,7 @@ class TransformersModel(Model):
             backend="transformers",
             vocab_size=int(config.vocab_size if head is None else head.weight.shape[0]),
             hidden_size=int(config.hidden_size),
-            layers=len(anatomy.shapes),
+            layers=len(anatomy.layers),
             max_length=min(claimed, longest or claimed),
             eos_ids=tuple(eos_ids),
             dtype=str(anatomy.dtype).removeprefix("torch."),
@@ -267,9 +275,9 @@ class TransformersModel(Model):
             except (OutpaceError, RuntimeError) as error:
                 raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
-        captured = self._device.type == "cuda" if graphs is None else graphs
+        captured = not self._mixers and (self._device.type == "cuda" if graphs is None else graphs)
         for each in [True] * captured + [False] * strict:
-            trial = TorchKV(anatomy.shapes, anatomy.dtype, self._device)
+            trial = self._cache()
             fixed, self.graphs = (
                 Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, each)
                 for kv in (trial, self.kv)
@@ -286,6 +294,11 @@ class TransformersModel(Model):
             finally:
                 fixed.close()
         self._state = ModuleState(module) if watched else None
+
+    def _cache(self, limit: int | None = None, block: int = BLOCK) -> TorchKV:
+        return TorchKV(
+            self._anatomy.shapes, self._anatomy.dtype, self._device, limit, block, recurrent=self._state_shape
+        )
 
     def _described(self, module: Any, reference: Reference, warn: Callable[[str], None]) -> OwnDecoder | None:
         """Our own forward of ``module``, where it computes the same; what else it may be, its own modules know."""
@@ -307,7 +320,7 @@ class TransformersModel(Model):
 
     def _prove(self, own: OwnDecoder | None, reference: Reference) -> None:
         """Raises ModelError or RuntimeError unless its rows and trees give the logits of the module alone."""
-        trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
+        trial = self._cache()
         try:
             with _plainly(self._device):
                 agree(lambda batch: self._run(batch, trial, own), trial, reference)
@@ -329,7 +342,7 @@ class TransformersModel(Model):
         """See ``Parts``. Raises ModelError with the reason when the model has none that could be shared."""
         if self._parts is None:
             tokens = np.arange(8, dtype=np.int32) * 13 % self.info.vocab_size
-            trial = TorchKV(self._anatomy.shapes, self._anatomy.dtype, self._device)
+            trial = self._cache()
             batch = Batch.pack([trial.alloc()], [tokens], [0], [True])
             with _plainly(self._device):
                 module, layers = self._live(), self._anatomy.layers
@@ -367,6 +380,8 @@ class TransformersModel(Model):
             raise ValueError(
                 f"layers={batch.layers}, hidden_layers={batch.hidden_layers}: the model has {self.info.layers} layers"
             )
+        if self._mixers and layers < self.info.layers:
+            raise ValueError(f"layers={layers}: recurrent layers' states are over all layers or none")
         features = None if batch.features is None else self._features(batch)
         try:
             with kv.writing(counts(batch)):
@@ -400,6 +415,7 @@ class TransformersModel(Model):
             undo.callback(setattr, anatomy.forward, "plan", None)
             anatomy.forward.plan = planned
             undo.enter_context(attending(self._configs, NAME, anatomy.sites))
+            undo.enter_context(mixing(self._mixers, planned.kv))
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
@@ -444,6 +460,7 @@ class TransformersModel(Model):
             self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
+        self._mixers = ()
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList(), sites=())
         self._short.clear()
         self._configs.clear()

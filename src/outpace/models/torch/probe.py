@@ -17,6 +17,7 @@ from outpace.models.torch.anatomy import Anatomy
 from outpace.models.torch.attention import counts, plan
 from outpace.models.torch.decoder import OwnDecoder
 from outpace.models.torch.kv import TorchKV
+from outpace.models.torch.mixers import attending_layers, mixers, state_shape
 from outpace.models.torch.output import TorchOutput
 
 ROWS = 256  # of the vocabulary, in a copy
@@ -96,16 +97,19 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference,
 def prove_in_float32(module: Any, anatomy: Anatomy) -> None:
     """Let ``OwnDecoder`` and ``module``, of 16 bits, agree where rounding hides nothing: in a copy in float32 that has
     one layer of each kind and the first ``ROWS`` tokens. Raises ModelError where they do not."""
-    config, windows = module.config, anatomy.windows
-    lists = [getattr(config, name, None) or [None] * len(windows) for name in ("layer_types", "no_rope_layers")]
-    kinds = list(zip(windows, *lists, strict=True))
+    config, attends, places = module.config, attending_layers(module), iter(range(len(anatomy.windows)))
+    place = [next(places) if each else None for each in attends]  # among the layers that attend
+    lists = [getattr(config, name, None) or [None] * len(place) for name in ("layer_types", "no_rope_layers")]
+    kinds = list(zip([None if at is None else anatomy.windows[at] for at in place], *lists, strict=True))
     chosen = sorted({kinds.index(kind) for kind in kinds})
     small = _copy(module, chosen)
-    shapes, scales = [anatomy.shapes[i] for i in chosen], [anatomy.scales[i] for i in chosen]
-    own = OwnDecoder(small, [windows[i] for i in chosen], scales)
+    attend = [at for i in chosen if (at := place[i]) is not None]
+    windows = [anatomy.windows[at] for at in attend]
+    own = OwnDecoder(small, windows, [anatomy.scales[at] for at in attend])
     device = next(small.parameters()).device
     reference = Reference.of(small, small.get_input_embeddings().weight.shape[0], device)
-    kv = TorchKV(shapes, torch.float32, device)
+    states = state_shape(small, mixers(small))
+    kv = TorchKV([anatomy.shapes[at] for at in attend], torch.float32, device, recurrent=states)
 
     def forward(batch: Batch) -> Output:
         with kv.writing(counts(batch)):

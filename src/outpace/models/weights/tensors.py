@@ -14,7 +14,7 @@ from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models import decoder as decoders
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, SPELLINGS, DeltaNet, Names, Places, ShortConv, text_name
+from outpace.models.families import MATRICES, NORMS, SPELLINGS, Names, Places, ShortConv, StateSpace, text_name
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import GGUFFile
@@ -22,7 +22,13 @@ from outpace.models.weights.gguf import GGUFFile
 _BESIDE = ({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}, set[str]())  # the decoder's
 _DERIVED = ".rotary_emb.inv_freq"  # what old checkpoints keep although it follows from the description
 EXPERT_ROWS = 64  # experts' rows are padded to a multiple; native/model/weights.h
+_BLOCKS = "_blocks"  # how names of MXFP4 tensors in folders end
 _NUMBER = {0: re.compile(r"blk\.(\d+)\."), 1: re.compile(r"model\.layers\.(\d+)\.")}
+
+
+def _scales(blocks: str) -> str:
+    """The tensor beside one of ``_BLOCKS``."""
+    return f"{blocks.removesuffix(_BLOCKS)}_scales"
 
 
 class Weights:
@@ -46,7 +52,10 @@ class Weights:
     def kind(self) -> str:
         """The type of a layer's up matrix, or of its experts', which is most of a model."""
         mixed = self._decoder.mixed
-        return self.experts(mixed.index(True), "up").type if any(mixed) else self.matrix(0, "up").type
+        if any(mixed):
+            return self.experts(mixed.index(True), "up").type
+        fed = self._decoder.fed
+        return self.matrix(fed.index(True) if fed else 0, "up").type
 
     def unused(self) -> list[str]:
         """Tensors that are not read: with them the decoder would compute something else."""
@@ -83,11 +92,13 @@ class Weights:
 
     def matrix(self, layer: int | None, name: str) -> StoredTensor | JoinedTensor:
         """Raises ModelError when it is missing, or fused with others and of another size than they have."""
+        if layer is not None and name in ("k_up", "v_up"):
+            return self._up(layer, name)
         full, first, rows = self._place(layer, name)
         stored = self._found(full)
         net = None if layer is None else self._decoder.state(layer)
         if isinstance(net, decoders.DeltaNet) and self._woven_with(name):
-            return self._by_key_head(full, stored, net, name)
+            return self._of_rows(full, stored, *self._rows_of(net, name))
         if rows == 0:
             return stored
         self._check_fused(full, stored.shape, layer, name)
@@ -139,16 +150,21 @@ class Weights:
             return f"{self._decoder.family.outer[part][self._spelling]}.{kind}", 0, 0
         names = self._names(layer)
         full = f"{self._spelled(layer, names[part][self._spelling])}.{kind}"
-        together = [other for other in MATRICES if names.get(other) == names[part]]
+        together = self._together(names, part)
         if len(together) < 2:
             return full, 0, 0
         rows = {other: shape[0] for other, shape in self._decoder.shapes(layer).items()}
         return full, sum(rows[other] for other in together[: together.index(part)]), rows[part]
 
+    def _together(self, names: Names, part: str) -> list[str]:
+        """Parts of a layer that one tensor has, in the order of its rows."""
+        full = names[part][self._spelling]
+        return [other for other in MATRICES if other in names and names[other][self._spelling] == full]
+
     def _check_fused(self, full: str, shape: tuple[int, ...], layer: int | None, part: str) -> None:
         assert layer is not None
         names, shapes = self._names(layer), self._decoder.shapes(layer)
-        total = sum(shapes[other][0] for other in MATRICES if names.get(other) == names[part])
+        total = sum(shapes[other][0] for other in self._together(names, part))
         if shape[0] != total:
             raise ModelError(f"{self.name}: {full} has {shape[0]} rows, but must have {total}")
 
@@ -172,16 +188,79 @@ class Weights:
         elif not shape.values:
             absent.append("v")
         names = {part: both for part, both in family.layer.items() if part not in absent}
+        if self._decoder.fed:
+            other = ("up", "down", "ffn_norm") if self._decoder.mixes(layer) else ("q", "k", "v", "o", "attn_norm")
+            names = {part: both for part, both in names.items() if part not in other}
         if family.recurrent is not None and self._decoder.state(layer) is not None:
             for part in ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
             names |= family.recurrent.matrices
+        if family.latent is not None and self._decoder.latent is not None:
+            if self._decoder.latent.q_rank:
+                names["q_down"] = family.latent.q_down
+            else:
+                names["q"] = family.latent.q_alone
+                del names["q_norm"]
         if family.mixture is None or self._decoder.mixture(layer) is None:
             return names
-        dense = {part: names.pop(part) for part in ("gate", "up", "down")}
+        dense = {part: names.pop(part) for part in ("gate", "up", "down") if part in names}
         return names | {part: family.mixture.shared[part] for part in dense if part in family.mixture.shared}
 
+    # -- latent attention ---------------------------------------------------------------------------------------------
+
+    def _up(self, layer: int, name: str) -> StoredTensor | JoinedTensor:
+        """Of each head the rows that make values of latent vectors, or the columns that make latent vectors of queries:
+        files have them as they are, or the rows of both together, of which keys' become columns.
+
+        Raises ModelError when a tensor is missing or of another size.
+        """
+        rule, a, heads = self._decoder.family.latent, self._decoder.latent, self._decoder.heads
+        assert rule is not None
+        assert a is not None
+        rows, columns, own = (a.rank, a.plain, rule.k_up) if name == "k_up" else (a.value, a.rank, rule.v_up)
+        apart, both = (f"{self._spelled(layer, place)}.weight" for place in (own, rule.both_up[self._spelling]))
+        if not self._spelling and apart in self._tensors:
+            stored, shape = self._tensors[apart], (heads, rows, columns)
+            if stored.shape != shape:
+                raise ModelError(f"{self.name}: {apart} is {list(stored.shape)}, but must be {list(shape)}")
+            return replace(stored, shape=(heads * rows, columns))
+        stored, each = self._found(both), a.plain + a.value
+        if stored.shape != (heads * each, a.rank):
+            raise ModelError(f"{self.name}: {both} is {list(stored.shape)}, but must be {[heads * each, a.rank]}")
+        size = stored.n_bytes // stored.shape[0]
+
+        def turned(i: int) -> npt.NDArray[np.uint8]:
+            values = stored.part(i * each * size, a.plain * size).view(f"u{size // a.rank}")
+            return np.ascontiguousarray(values.reshape(a.plain, a.rank).T).view(np.uint8).reshape(-1)
+
+        def unpacked(i: int) -> npt.NDArray[np.uint8]:
+            values = self._unpack(both).reshape(heads, each, a.rank)[:, : a.plain].swapaxes(1, 2)
+            return np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+
+        if name == "v_up":
+            return JoinedTensor(
+                stored.type, columns, heads, rows, 0, lambda i: stored.part((i * each + a.plain) * size, rows * size)
+            )
+        if stored.type in safetensors.FLOATS:
+            return JoinedTensor(stored.type, columns, heads, rows, 0, turned)
+        return JoinedTensor("F32", columns, 1, heads * rows, 0, unpacked)
+
+    def _of_latent(self, layer: int) -> Iterator[str]:
+        """Every tensor that may be read for ``_up``."""
+        rule = self._decoder.family.latent
+        if rule is None:
+            return
+        apart = () if self._spelling else (rule.k_up, rule.v_up)
+        for place in (rule.both_up[self._spelling], *apart):
+            yield f"{self._spelled(layer, place)}.weight"
+
     # -- mixtures of experts ------------------------------------------------------------------------------------------
+
+    @property
+    def expert_parts(self) -> tuple[str, ...]:
+        """What experts have of "gate", "up" and "down"."""
+        mixture = self._decoder.family.mixture
+        return () if mixture is None else tuple(mixture.experts)
 
     def experts(self, layer: int, part: str) -> JoinedTensor:
         """A part ("gate", "up", "down") of all of a layer's experts, each one's rows padded to ``EXPERT_ROWS``.
@@ -205,8 +284,14 @@ class Weights:
                 )
             return JoinedTensor(each[0].type, columns, count, rows, padding, lambda i: each[i].data)
         stored = self._found(full)
-        halves = part != "down" and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
+        halves = (
+            part != "down"
+            and "gate" in mixture.experts
+            and len({self._first(layer, mixture.experts[each]) for each in ("gate", "up")}) == 1
+        )
         size, first = (2 * rows, rows if part == "up" else 0) if halves else (rows, 0)
+        if full.endswith(_BLOCKS):
+            return self._mxfp4(full, stored, (count, size, columns), part, rows, padding)
         if mixture.woven and self._spelling:
             return self._woven(full, stored, (count, columns, size), part, rows, padding)
         if stored.shape != (count, size, columns):
@@ -236,6 +321,31 @@ class Weights:
             return np.ascontiguousarray(values[:, every].T).view(np.uint8).reshape(-1)
 
         return JoinedTensor(stored.type, inputs, count, rows, padding, read)
+
+    def _mxfp4(
+        self, full: str, stored: StoredTensor, shape: tuple[int, int, int], part: str, rows: int, padding: int
+    ) -> JoinedTensor:
+        """A part of experts whose values stand two a byte beside an exponent for each 32 of them, rows of gate and up
+        in turn: as GGUF's blocks of the same type, which have the exponent first and value i beside value 16 + i."""
+        count, outputs, inputs = shape
+        scales, blocks = self._found(_scales(full)), (count, outputs, inputs // 32, 16)
+        for name, each, wanted in ((full, stored, blocks), (_scales(full), scales, blocks[:3])):
+            if inputs % 32 or (each.type, each.shape) != ("U8", wanted):
+                raise ModelError(
+                    f"{self.name}: {name} is {list(each.shape)} of type {each.type}, "
+                    f"but must be {list(wanted)} of type U8"
+                )
+        every = slice(int(part == "up"), None, outputs // rows)
+
+        def read(i: int) -> npt.NDArray[np.uint8]:
+            size = outputs * inputs // 32
+            pairs = stored.part(i * size * 16, size * 16).reshape(outputs, -1, 2, 8)[every]
+            values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(rows, -1, 2, 16)
+            exponents = scales.part(i * size, size).reshape(outputs, -1, 1)[every]
+            together = values[:, :, 0] | values[:, :, 1] << 4
+            return np.concatenate([exponents, together], axis=-1).reshape(-1)
+
+        return JoinedTensor("MXFP4", inputs, count, rows, padding, read)
 
     def router(self, layer: int) -> JoinedTensor:
         """A layer's router, float32 [experts, hidden], and behind it the shared expert's gate, where it has one."""
@@ -297,30 +407,44 @@ class Weights:
 
     def _woven_with(self, name: str) -> bool:
         """Whether a recurrent layer's matrix has its tensor together with another one."""
-        rule = self._decoder.family.delta
+        rule = self._decoder.family.recurrent
         if rule is None or name not in rule.matrices:
             return False
         return sum(both[self._spelling] == rule.matrices[name][self._spelling] for both in rule.matrices.values()) > 1
 
-    def _by_key_head(self, full: str, stored: StoredTensor, net: decoders.DeltaNet, name: str) -> JoinedTensor:
-        """A matrix's rows, those of each of its letters together, of a tensor in which they stand by key head."""
-        shared, hidden = net.value_heads // net.key_heads, self._decoder.hidden
+    @staticmethod
+    def _rows_of(net: decoders.DeltaNet, name: str) -> tuple[int, npt.NDArray[np.int64]]:
+        """How many rows a tensor has in which a recurrent layer's matrices stand together, and a matrix's own of these,
+        those of each of its letters together: by key head, or, of a state space, z, v, k, q, a; -1: a row of zeros."""
+        if isinstance(net, decoders.StateSpace):
+            inner = net.value_heads * net.width
+            parts = {"z": inner, "v": inner, "k": net.keys, "q": net.keys, "a": net.value_heads}
+            first = dict(zip(parts, np.cumsum([0, *parts.values()])[:-1], strict=True))
+            rows = {part: np.arange(size) + first[part] for part, size in parts.items()}
+            for part in "zv":
+                heads = rows[part].reshape(net.value_heads, net.width)
+                rows[part] = np.pad(heads, ((0, 0), (0, net.value_dim - net.width)), constant_values=-1).reshape(-1)
+            return sum(parts.values()), np.concatenate([rows[part] for part in name])
+        shared = net.value_heads // net.key_heads
         sizes = {"q": net.key_dim, "k": net.key_dim, "v": shared * net.value_dim, "z": shared * net.value_dim}
         if name in ("b", "a"):
             sizes = {"b": shared, "a": shared}
         each = sum(sizes.values())
         begins = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1], strict=True))
-        if stored.shape != (net.key_heads * each, hidden):
-            raise ModelError(
-                f"{self.name}: {full} is {list(stored.shape)}, but must be {[net.key_heads * each, hidden]}"
-            )
-        rows = np.concatenate(
+        return net.key_heads * each, np.concatenate(
             [np.arange(sizes[part]) + begins[part] + head * each for part in name for head in range(net.key_heads)]
         )
 
+    def _of_rows(self, full: str, stored: StoredTensor, count: int, rows: npt.NDArray[np.int64]) -> JoinedTensor:
+        """A matrix of some of the ``count`` rows of a tensor."""
+        hidden = self._decoder.hidden
+        if stored.shape != (count, hidden):
+            raise ModelError(f"{self.name}: {full} is {list(stored.shape)}, but must be {[count, hidden]}")
+
         def read(i: int) -> npt.NDArray[np.uint8]:
-            values = stored.data.reshape(stored.shape[0], -1)[rows]
-            return np.ascontiguousarray(values).reshape(-1)
+            values = np.ascontiguousarray(stored.data.reshape(stored.shape[0], -1)[rows])
+            values[rows < 0] = 0
+            return values.reshape(-1)
 
         return JoinedTensor(stored.type, hidden, 1, len(rows), 0, read)
 
@@ -334,14 +458,26 @@ class Weights:
         assert rule is not None
         assert isinstance(net, decoders.DeltaNet)
         decay = self._numbers(layer, rule.decay, net.value_heads)
-        return {
-            "convolution": np.ascontiguousarray(
-                self._numbers(layer, rule.convolution, net.channels, net.taps).T
-            ).reshape(-1),
+        channels = net.channels
+        if isinstance(net, decoders.StateSpace):
+            channels -= net.value_heads * (net.value_dim - net.width)
+        taps = self._numbers(layer, rule.convolution, channels, net.taps)
+        found = {
             "decay": -np.exp(decay) if self._spelling else decay,
             "dt_bias": self._numbers(layer, rule.dt_bias, net.value_heads),
-            "norm": self._numbers(layer, rule.norm, net.value_dim),
         }
+        if isinstance(rule, StateSpace):
+            assert isinstance(net, decoders.StateSpace)
+            values = net.value_heads * net.width
+            order = self._rows_of(net, "qkv")[1] - values  # of the tensor's, where the gate comes first
+            bias = self._numbers(layer, rule.convolution_bias, channels)
+            taps, found["convolution_bias"] = (np.where(order < 0, 0, each[order].T).T for each in (taps, bias))
+            found["skip"] = self._numbers(layer, rule.skip, net.value_heads)
+            shape = (values,) if self._spelling else (net.key_heads, values // net.key_heads)
+            found["norm"] = self._numbers(layer, rule.norm, *shape).reshape(-1)
+        else:
+            found["norm"] = self._numbers(layer, rule.norm, net.value_dim)
+        return found | {"convolution": np.ascontiguousarray(taps.T).reshape(-1)}
 
     def _numbers(self, layer: int, places: Places, *shape: int) -> F32:
         """A tensor's values, float32 in ``shape``. Raises ModelError when it is missing or of another size."""
@@ -363,7 +499,7 @@ class Weights:
             return name
         if self._spelling and beyond >= 0 and family.heads is not None and family.heads.layer is not None:
             return family.heads.layer.format(beyond, name)
-        return SPELLINGS[self._spelling].format(layer, name)
+        return (family.layers if self._spelling else SPELLINGS[0]).format(layer, name)
 
     @property
     def drafts(self) -> bool:
@@ -398,6 +534,8 @@ class Weights:
         for places in mixture.experts.values():
             full = self._first(layer, places)
             yield from (full.format(i) for i in range(experts.count if "{}" in full else 1))
+            if full.endswith(_BLOCKS):
+                yield _scales(full)
         sinks = self._decoder.family.sinks
         one = (mixture.router, mixture.shared_gate, mixture.choice_bias, mixture.router_scale, mixture.expert_scale)
         for place in (*one, *mixture.norms.values(), *mixture.biases.values(), sinks):
@@ -409,7 +547,9 @@ class Weights:
         rule = self._decoder.family.recurrent
         if rule is None or self._decoder.state(layer) is None:
             return
-        others = (rule.decay, rule.dt_bias, rule.norm) if isinstance(rule, DeltaNet) else ()
+        others: tuple[Places, ...] = () if isinstance(rule, ShortConv) else (rule.decay, rule.dt_bias, rule.norm)
+        if isinstance(rule, StateSpace):
+            others += (rule.convolution_bias, rule.skip)
         for places in (rule.convolution, *others):
             yield self._first(layer, places)
 
@@ -422,11 +562,12 @@ class Weights:
             names = self._names(layer)
             for part in names:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
-                    ours, place = (SPELLINGS[i].format(layer, names[part][i]) for i in (column, 1))
+                    spellings = (SPELLINGS[0], self._decoder.family.layers)
+                    ours, place = (spellings[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
             scale = self._decoder.family.output_scale
             beside = [] if scale is None else [self._first(layer, scale)]
-            for full in (*self._of_mixture(layer), *self._of_net(layer), *beside):
+            for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer), *beside):
                 yield full, full, "experts"
 
 

@@ -11,12 +11,14 @@ from outpace.training.loop import Loop
 from outpace.training.objectives.distil import DistilObjective
 from outpace.training.objectives.eagle import EagleObjective
 from outpace.training.objectives.medusa import MedusaObjective
+from outpace.training.objectives.mtp import MtpObjective
 from outpace.training.objectives.parallel import ParallelObjective
-from outpace.training.options import DistilOptions, EagleOptions, MedusaOptions, Options, ParallelOptions
+from outpace.training.options import DistilOptions, EagleOptions, MedusaOptions, MtpOptions, Options, ParallelOptions
 from outpace.training.setup import Run, prepared
 
 _OBJECTIVES: dict[type, Any] = {
     EagleOptions: EagleObjective,
+    MtpOptions: MtpObjective,
     MedusaOptions: MedusaObjective,
     ParallelOptions: ParallelObjective,
     DistilOptions: DistilObjective,

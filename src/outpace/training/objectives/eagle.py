@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.layers import rotate
 from outpace.errors import ParameterError
 from outpace.training.hidden_states import default_layers
-from outpace.training.objective import HeadObjective, Simulated, TrainBatch, walk
+from outpace.training.objective import HeadObjective, NetworkT, Simulated, TrainBatch, walk
 from outpace.training.objectives.losses import (
     expected_length,
     frozen_head_loss,
@@ -27,7 +28,7 @@ from outpace.training.objectives.losses import (
     sequence_weights,
     widened,
 )
-from outpace.training.options import LENGTH, EagleOptions
+from outpace.training.options import LENGTH, EagleOptions, MtpOptions
 from outpace.training.setup import Setup, shaped_as
 from outpace.training.target import Candidates, DraftVocabulary, TargetParts, TargetWeights
 
@@ -274,35 +275,18 @@ def _fit(network: EagleNetwork, hidden_states: Tensor, wanted: Tensor) -> None:
 _SAMPLE = 20_000  # tokens whose states the initialisation is fitted to
 
 
-class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
-    """See ``Objective``."""
+UnrolledOptionsT = TypeVar("UnrolledOptionsT", bound=EagleOptions | MtpOptions)
 
-    @classmethod
-    def layers(cls, options: EagleOptions, count: int) -> tuple[int, ...]:
-        return tuple(options.hidden_layers or default_layers(count))
 
-    @classmethod
-    def vocabulary(cls, options: EagleOptions) -> DraftVocabulary | None:
-        if options.start is None:
-            return None
-        start = _start(options.start)
-        return DraftVocabulary.of(start.tensors["d2t"] + np.arange(len(start.tensors["d2t"])), start.config.vocab)
+class UnrolledObjective(HeadObjective[NetworkT, UnrolledOptionsT]):
+    """Of one layer that reads its own output for what the target has not computed: see ``Objective``."""
 
-    @classmethod
-    def begin(cls, setup: Setup, options: EagleOptions) -> EagleObjective:
-        """Raises ParameterError for a drafter to begin with that is another target's or has another shape."""
-        config = EagleConfig(
-            decoder=shaped_as(setup.weights, 1), vocab=setup.parts.vocab, draft_vocab=len(setup.vocabulary),
-            hidden_layers=setup.hidden_layers, norm_before_residual=False, fc_norm=True, norm_output=True,
-            norm_before_fc=False,
-        )  # fmt: skip
-        network = EagleNetwork(config)
-        if options.start is None:
-            initialise(network, options.init, setup.weights, setup.parts, _sample(setup), setup.run.options.seed)
-        else:
-            _begin_with(options.start, network, setup.answers.target)
-        network.to(setup.device)
-        return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
+    @abstractmethod
+    def outputs(
+        self, batch: TrainBatch, anchors: Sequence[Tensor], draw: torch.Generator | None = None
+    ) -> list[Tensor]:
+        """What the head reads [M_s, h] at each step's ``anchors``, as ``unroll`` has them; ``draw``: of what disturbs
+        the target's states in training (None: nothing does)."""
 
     def loss(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
         draw = torch.Generator().manual_seed(batch.seed)
@@ -317,14 +301,7 @@ class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
             p = torch.softmax(logits if rows.offset is None else logits.add_(rows.offset), -1)
         row = torch.full((len(batch),), -1, device=batch.device)
         row[positions] = torch.arange(len(positions), device=batch.device)
-        outputs = unroll(
-            self.network,
-            self._disturbed(batch.states[:, :-1].float(), draw),
-            self.target.embed(batch.tokens),
-            batch.position,
-            batch.starts,
-            anchors,
-        )
+        outputs = self.outputs(batch, anchors, draw)
         # Of each step: the anchors that count, what was put out there, and the row of the target's p.
         steps = list[tuple[Tensor, Tensor, Tensor]]()
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
@@ -382,10 +359,7 @@ class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
         every = torch.arange(len(batch), device=batch.device)
         # A draft beyond the answer's end is neither right nor wrong: it is not tried.
         anchors = [every[every + s + 2 <= ends] for s in range(self.options.depth)]
-        outputs = unroll(
-            self.network, batch.states[:, :-1].float(), self.target.embed(batch.tokens), batch.position, batch.starts,
-            anchors,
-        )  # fmt: skip
+        outputs = self.outputs(batch, anchors)
         for s, (at, normed) in enumerate(zip(anchors, outputs, strict=True)):
             inside = at + s + 2 < ends[at]
             yield at[inside], normed[inside]
@@ -412,6 +386,46 @@ class EagleObjective(HeadObjective[EagleNetwork, EagleOptions]):
             useful[reach] |= counts[reach + s + 1]
             later.append(reach[(useful & kept)[reach]])
         return anchors + later[::-1]
+
+
+class EagleObjective(UnrolledObjective[EagleNetwork, EagleOptions]):
+    """See ``Objective``."""
+
+    @classmethod
+    def layers(cls, options: EagleOptions, count: int) -> tuple[int, ...]:
+        return tuple(options.hidden_layers or default_layers(count))
+
+    @classmethod
+    def vocabulary(cls, options: EagleOptions) -> DraftVocabulary | None:
+        if options.start is None:
+            return None
+        start = _start(options.start)
+        return DraftVocabulary.of(start.tensors["d2t"] + np.arange(len(start.tensors["d2t"])), start.config.vocab)
+
+    @classmethod
+    def begin(cls, setup: Setup, options: EagleOptions) -> EagleObjective:
+        """Raises ParameterError for a drafter to begin with that is another target's or has another shape."""
+        config = EagleConfig(
+            decoder=shaped_as(setup.weights, 1), vocab=setup.parts.vocab, draft_vocab=len(setup.vocabulary),
+            hidden_layers=setup.hidden_layers, norm_before_residual=False, fc_norm=True, norm_output=True,
+            norm_before_fc=False,
+        )  # fmt: skip
+        network = EagleNetwork(config)
+        if options.start is None:
+            initialise(network, options.init, setup.weights, setup.parts, _sample(setup), setup.run.options.seed)
+        else:
+            _begin_with(options.start, network, setup.answers.target)
+        network.to(setup.device)
+        return cls(network, setup.parts.to(setup.device), setup.vocabulary, options, setup.counts)
+
+    def outputs(
+        self, batch: TrainBatch, anchors: Sequence[Tensor], draw: torch.Generator | None = None
+    ) -> list[Tensor]:
+        states = batch.states[:, :-1].float()
+        return unroll(
+            self.network, states if draw is None else self._disturbed(states, draw), self.target.embed(batch.tokens),
+            batch.position, batch.starts, anchors,
+        )  # fmt: skip
 
     def _disturbed(self, hidden_states: Tensor, draw: torch.Generator) -> Tensor:
         """Hidden states [N, T, h] with noise, some of them left out and the others of that position scaled up."""
