@@ -37,9 +37,14 @@ def export(
         inner = [(kind == "moe") * config.moe_intermediate_size + (kind == "mlp") * inner for kind in blocks]
     if architecture == "lfm2":
         inner = model.model.layers[0].feed_forward.w1.out_features
+    kinds = getattr(config, "layer_types", None) or []
+    if getattr(config, "use_double_wide_mlp", False):
+        first = config.num_hidden_layers - config.num_kv_shared_layers
+        inner = [inner * (1 + (i >= first)) for i in range(config.num_hidden_layers)]
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if architecture != "gemma4":  # whose layers differ in it
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if architecture == "deepseek2":
         rank, width = config.kv_lora_rank, config.qk_rope_head_dim
         writer.add_head_count_kv(1)
@@ -50,8 +55,10 @@ def export(
         writer.add_value_length(rank)
         writer.add_key_length_mla(config.qk_nope_head_dim + width)
         writer.add_value_length_mla(config.v_head_dim)
+    elif architecture == "gemma4":
+        _add_gemma4(writer, config)
     elif hasattr(config, "num_key_value_heads"):
-        kinds, keys = getattr(config, "layer_types", None) or [], config.num_key_value_heads
+        keys = config.num_key_value_heads
         apart = "conv" in kinds or architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
         writer.add_head_count_kv(
             [keys * (kind in ("full_attention", "attention")) for kind in kinds] if apart else keys
@@ -68,7 +75,8 @@ def export(
     if rope := getattr(config, "rope_parameters", None):
         rope = rope.get("full_attention", rope)
         writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
+        if architecture != "gemma4":
+            writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
         if rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
@@ -92,7 +100,7 @@ def export(
     if architecture == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    if architecture in ("gemma2", "gemma3", "phi3", "starcoder2", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "starcoder2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture in ("lfm2", "lfm2moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -142,7 +150,7 @@ def export(
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
     if experts and architecture != "nemotron_h":
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", None)
         if inner is not None:
             writer.add_expert_feed_forward_length(inner)
@@ -211,6 +219,10 @@ def export(
         if name.startswith("blk."):
             writer.add_tensor(name, np.ascontiguousarray(values))
             continue
+        if name.endswith(("router.scale", "per_expert_scale")):
+            part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{part}.scale", np.ascontiguousarray(values))
+            continue
         if "conv.conv" in name:
             values = values[:, 0]
         if "in_proj_qkvz" in name:
@@ -253,6 +265,30 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What layers have that differ, and the divisors of rotations that leave most angles out."""
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    each = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    keys = [one.num_key_value_heads for one in each]
+    writer.add_head_count_kv(keys if len(set(keys)) > 1 else keys[0])
+    full, narrow = each[windowed.index(False)].head_dim, each[windowed.index(True)].head_dim
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(narrow)
+    writer.add_value_length_swa(narrow)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(narrow)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(windowed)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turning = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = [1.0] * turning + [1e30] * (full // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
 def _by_head(values: F32, config: Any) -> tuple[F32, F32]:
@@ -322,7 +358,7 @@ def _tensors(state: Any, config: Any) -> Iterator[tuple[str, F32]]:
                 yield f"{place}up_proj.{kind}", rows[:, 1::2]
             else:
                 yield f"{place}down_proj.{kind}", rows
-        elif name.endswith("sinks"):
+        elif name.endswith(("sinks", "layer_scalar")) or (config.model_type == "gemma4_text" and "experts." in name):
             yield f"{name}.weight", values
         elif name.endswith(("mixer.experts.up_proj", "mixer.experts.down_proj")):
             yield f"{name}.weight".replace("backbone", "model").replace("mixer", "mlp"), values

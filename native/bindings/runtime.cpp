@@ -39,7 +39,9 @@ Experts experts_of(const nb::dict& d) {
     read<Matrix, Experts>(d, e, {{"router", &Experts::router}, {"gate", &Experts::gate}, {"up", &Experts::up}, {"down", &Experts::down}});
     read<std::vector<float>, Experts>(d, e,
         {{"router_bias", &Experts::router_bias}, {"choice_bias", &Experts::choice_bias}, {"gate_bias", &Experts::gate_bias},
-            {"up_bias", &Experts::up_bias}, {"down_bias", &Experts::down_bias}});
+            {"up_bias", &Experts::up_bias}, {"down_bias", &Experts::down_bias}, {"expert_scale", &Experts::expert_scale},
+            {"router_norm", &Experts::router_norm}, {"norm", &Experts::norm}, {"post_norm", &Experts::post_norm},
+            {"shared_post_norm", &Experts::shared_post_norm}});
     const std::string score = nb::cast<std::string>(d["score"]);
     if (score != "softmax" && score != "sigmoid" && score != "of_chosen") throw std::invalid_argument("unknown score '" + score + "'");
     e.score = score == "softmax" ? Score::Softmax : score == "sigmoid" ? Score::Sigmoid : Score::OfChosen;
@@ -92,15 +94,23 @@ Layer layer_of(const Named& d) {
         {{"attn_norm", &Layer::attn_norm}, {"post_attn_norm", &Layer::post_attn_norm}, {"ffn_norm", &Layer::ffn_norm},
             {"post_ffn_norm", &Layer::post_ffn_norm}, {"q_norm", &Layer::q_norm}, {"k_norm", &Layer::k_norm}, {"q_bias", &Layer::q_bias},
             {"k_bias", &Layer::k_bias}, {"v_bias", &Layer::v_bias}, {"o_bias", &Layer::o_bias}, {"embed_norm", &Layer::embed_norm},
-            {"features_norm", &Layer::features_norm}, {"sinks", &Layer::sinks}});
-    read<int, Layer>(d, l, {{"window", &Layer::window}, {"rope", &Layer::rope}});
+            {"features_norm", &Layer::features_norm}, {"sinks", &Layer::sinks}, {"v_norm", &Layer::v_norm}});
+    read<int, Layer>(d, l,
+        {{"window", &Layer::window}, {"rope", &Layer::rope}, {"kv_heads", &Layer::kv_heads}, {"head_dim", &Layer::head_dim},
+            {"shares", &Layer::shares}});
+    read<float, Layer>(d, l, {{"output_scale", &Layer::output_scale}});
+    if (d.contains("input")) {
+        const nb::dict input = nb::cast<nb::dict>(d["input"]);
+        read<Matrix, InputGate>(input, l.input, {{"gate", &InputGate::gate}, {"project", &InputGate::project}});
+        read<std::vector<float>, InputGate>(input, l.input, {{"norm", &InputGate::norm}});
+    }
     read<bool, Layer>(
         d, l, {{"norm_first", &Layer::norm_first}, {"gated", &Layer::gated}, {"causal", &Layer::causal}, {"anchored", &Layer::anchored}});
     return l;
 }
 
 void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers, const Matrix& embedding, const Matrix& head,
-    const Floats& final_norm, const std::vector<std::tuple<Floats, float, float, int>>& ropes) {
+    const Floats& final_norm, const std::vector<std::tuple<Floats, float, float, int>>& ropes, const std::optional<Named>& inputs) {
     Config config{};
     config.outputs = nb::cast<int>(c["vocab"]);
     read<int, Config>(c, config,
@@ -108,9 +118,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
             {"head_dim", &Config::head_dim}, {"ffn", &Config::ffn}, {"max_length", &Config::max_length}, {"outputs", &Config::outputs}});
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
-            {"residual_scale", &Config::residual_scale}});
-    config.value_dim = config.head_dim;
-    read<int, Config>(c, config, {{"value_dim", &Config::value_dim}});
+            {"residual_scale", &Config::residual_scale}, {"score_cap", &Config::score_cap}, {"logit_cap", &Config::logit_cap}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
         {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
@@ -121,7 +129,13 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     for (const nb::handle layer : layers) built.push_back(layer_of(nb::cast<nb::dict>(layer)));
     std::vector<RopeTable> tables;
     for (const auto& [frequencies, scale, growth, period] : ropes) tables.push_back({values_of(frequencies), scale, growth, period});
-    new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), std::move(tables));
+    LayerInputs made{};
+    if (inputs) {
+        read<int, LayerInputs>(*inputs, made, {{"width", &LayerInputs::width}});
+        read<Matrix, LayerInputs>(*inputs, made, {{"table", &LayerInputs::table}, {"project", &LayerInputs::project}});
+        read<std::vector<float>, LayerInputs>(*inputs, made, {{"norm", &LayerInputs::norm}});
+    }
+    new (self) Weights(config, std::move(built), embedding, head, values_of(final_norm), std::move(tables), std::move(made));
 }
 
 void make_runtime(Runtime* self, int threads) {
@@ -191,7 +205,7 @@ int late_run(Runtime& runtime, double seconds, bool sleeps, double away, double 
 void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
     nb::class_<Weights>(
         m, "Weights", "A decoder's packed weights; any number of models can share them. Raises ValueError for what does not fit.")
-        .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a)
+        .def("__init__", &make_weights, "config"_a, "layers"_a, "embedding"_a, "head"_a, "final_norm"_a, "ropes"_a, "inputs"_a = nb::none())
         .def_prop_ro("bytes", &Weights::bytes);
     nb::class_<Runtime>(m, "Runtime",
         "Threads, working memory and a lock for models that compute in turn. Raises ValueError, RuntimeError.\nA child of os.fork gets "

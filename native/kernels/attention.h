@@ -126,12 +126,13 @@ struct Attention {
         }
     }
 
-    // Scores -> their peak, weights relative to it, and their sum; the unseen weigh nothing. Then the values' scales, where those
+    // Scores, capped where the model does that -> their peak, weights relative to it, and their sum; the unseen weigh nothing. Then the values' scales, where those
     // have any. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
     void weigh(const float* scales) {
         for (int i = 0; i < job.queries; ++i) {
             float* s = scores[i];
             if (!sees(i)) continue;
+            for (int p = 0; p < kBlock && job.cap > 0.0f; p += 16) store(s + p, soft_cap(load(s + p), set1(job.cap)));
             for (int p = 0; p < begin[i]; ++p) s[p] = -INFINITY;
             for (int p = end[i]; p < kBlock; ++p) s[p] = -INFINITY;
             peaks[i] = peak(max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48))));

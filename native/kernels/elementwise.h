@@ -62,6 +62,10 @@ static void gate(Activation activation, const float* g, const float* up, int n, 
         }
 }
 
+static void cap(float* x, int n, float limit) {
+    for (int i = 0; i < n; i += 16) store(x + i, soft_cap(load(x + i), set1(limit)));
+}
+
 // 16 values as int8: q = round(x * 127 / max|x|), with their scale and their sum.
 INLINE int32_t encode_half(const float* x, uint8_t* q, float* scale) {
     const F a = load(x);

@@ -21,6 +21,7 @@ static Kernels table(const char* name) {
     k.add = add_to;
     k.rotate = rotate;
     k.gate = gate;
+    k.cap = cap;
     k.attention = attention;
     k.merge_parts = merge_parts;
     k.convolve = convolve;

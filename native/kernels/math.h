@@ -53,5 +53,21 @@ INLINE F gelu_tanh(F x) {
     return div(x, add(set1(1.0f), exp(mul(set1(-2.0f), u))));
 }
 
+// tanh x: near 0 a polynomial (Cephes' tanhf), which keeps what 1 - 2 / (1 + e^2x) would lose there. NaN stays NaN.
+INLINE F tanh(F x) {
+    const F size = abs(x), z = mul(x, x);
+    F p = set1(-5.70498872745e-3f);
+    p = fma(p, z, set1(2.06390887954e-2f));
+    p = fma(p, z, set1(-5.37397155531e-2f));
+    p = fma(p, z, set1(1.33314422036e-1f));
+    p = fma(p, z, set1(-3.33332819422e-1f));
+    const F far = sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp(add(size, size)))));
+    const F signed_far = select(less(x, zero()), sub(zero(), far), far);
+    return select(less(size, set1(0.625f)), fma(mul(p, z), x, x), signed_far);
+}
+
+// x kept within +-limit, softly.
+INLINE F soft_cap(F x, F limit) { return mul(tanh(div(x, limit)), limit); }
+
 }  // namespace OUTPACE_NS
 }  // namespace outpace

@@ -40,6 +40,7 @@ struct AttentionJob {
                                       // itself), or null: the slot is the position
     bool sinks;                       // whether each query's softmax has one logit more, which has no value
     float sink[kMaxQueries];
+    float cap;                        // scores are kept within it, softly; 0: they are not
     int cached;                       // positions below this stand in their own slots
     const uint8_t* const* blocks;     // KV blocks of the row
     size_t keys, values;              // offsets of this layer's and head's keys and values in a block
@@ -96,6 +97,8 @@ struct Kernels {
 
     // out = activation(gate) * up over [n], n a multiple of 16.
     void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
+
+    void (*cap)(float* x, int n, float limit);  // x = limit * tanh(x / limit), n a multiple of 16
 
     void (*attention)(const AttentionJob& job);
     void (*merge_parts)(const AttentionJob& job);

@@ -9,8 +9,9 @@ namespace outpace {
 
 // Biases, head norms, rotation; queries to `rotated`, keys and values to the cache. `from`: the first head, queries' first.
 void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
-    const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded();
-    const int heads = c_.heads + 2 * c_.kv_heads - from;
+    const int d = l.head_dim, padded = round_up(d, 16);
+    const int keys = l.shares < 0 ? l.kv_heads : 0, values = l.v.data ? keys : 0;
+    const int heads = c_.heads + keys + values - from;
     const Rope* rope = l.rope < 0 ? nullptr : &m_.ropes_[static_cast<size_t>(l.rope)];
     const KVShape& shape = m_.kv_.shape();
     const int place = m_.places_[static_cast<size_t>(index)];
@@ -43,37 +44,46 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
             if (rope) k_.rotate(v, rope->cosines(tok.turn), rope->sines(tok.turn), half, scale);
             for (int i = 2 * half; i < d; ++i) v[i] = times(v[i], scale);
         };
+        const auto put_value = [&](float* v, int h) {
+            if (!l.v_bias.empty()) k_.add(v, l.v_bias.data() + h * d, d);
+            if (!l.v_norm.empty()) k_.rmsnorm(v, l.v_norm.data(), c_.eps, d, v);
+            k_.put_value(v, d, padded, shape.type, block + shape.values(place, h), tok.slot % kBlock);
+        };
         if (head < c_.heads) {
             float* q = s_.rotated.get() + (static_cast<size_t>(t) * c_.heads + head) * padded;
             const float* all = vectors(s_.q.get() + static_cast<size_t>(t) * l.q.out_padded(), l.q_bias, l.q_norm);
             std::memcpy(q, all + head * (l.gated ? 2 * d : d), static_cast<size_t>(d) * 4);
             std::fill(q + d, q + padded, 0.0f);
             ready(q, l.q_bias, l.q_norm, head, rope ? times(c_.attention_scale, rope->growth(tok.turn)) : c_.attention_scale);
-        } else if (head < c_.heads + c_.kv_heads) {
+        } else if (head < c_.heads + keys) {
             const int h = head - c_.heads;
+            if (!l.v.data) {
+                std::memcpy(line, s_.k.get() + static_cast<size_t>(t) * l.k.out_padded() + h * d, static_cast<size_t>(d) * 4);
+                put_value(line, h);
+            }
             float* k = vectors(s_.k.get() + static_cast<size_t>(t) * l.k.out_padded(), l.k_bias, l.k_norm) + h * d;
             ready(k, l.k_bias, l.k_norm, h, 1.0f);
             k_.put_key(k, d, padded, shape.type, block + shape.keys(place, h), tok.slot % kBlock);
         } else {
-            const int h = head - c_.heads - c_.kv_heads;
-            float* v = s_.v.get() + static_cast<size_t>(t) * l.v.out_padded() + h * d;
-            if (!l.v_bias.empty()) k_.add(v, l.v_bias.data() + h * d, d);
-            k_.put_value(v, d, padded, shape.type, block + shape.values(place, h), tok.slot % kBlock);
+            const int h = head - c_.heads - keys;
+            put_value(s_.v.get() + static_cast<size_t>(t) * l.v.out_padded() + h * d, h);
         }
     }
 }
 
 const uint8_t* Model::Run::first_keys(int job, int layer) const {
-    const Job& planned = m_.jobs_[static_cast<size_t>(job)];
-    const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+    const Split& split = m_.split_of(layer);
+    const Job& planned = split.jobs[static_cast<size_t>(job)];
+    const Tile& tile = split.tiles[static_cast<size_t>(planned.tile)];
     const Plan::Token& any = m_.plan_[tile.first];
     return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] +
-           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], c_.kv_head(planned.group));
+           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], split.kv_head(planned.group));
 }
 
 bool Model::Run::attention(Seat& me, const Layer& l, int index) {
-    const int d = c_.head_dim, padded = m_.kv_.shape().dim_padded(), value_padded = m_.kv_.shape().value_padded();
-    const int groups = c_.groups(), group = c_.heads / groups;
+    const Split& split = m_.split_of(index);
+    const int d = l.head_dim, padded = round_up(d, 16), value_padded = round_up(l.value_dim(), 16);
+    const int group = c_.heads / split.groups;
     const bool whole_groups = d % kGroup == 0;
     const int place = m_.places_[static_cast<size_t>(index)];
     uint8_t* acts = s_.heads.get(l.o.acts());
@@ -84,20 +94,21 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     job.dim_padded = padded;
     job.type = m_.kv_.shape().type;
     job.value_padded = value_padded;
-    job.part_stride = value_padded + 16;
+    job.part_stride = split.record;
     job.sinks = !l.sinks.empty();
-    const int jobs = static_cast<int>(m_.jobs_.size());
+    job.cap = c_.score_cap;
+    const int jobs = static_cast<int>(split.jobs.size());
     for (int j = next.fetch_add(1, std::memory_order_relaxed), after; j < jobs; j = after) {
         after = next.fetch_add(1, std::memory_order_relaxed);
         job.upcoming = first_keys(after < jobs ? after : j, index);
-        const Job& planned = m_.jobs_[static_cast<size_t>(j)];
-        const Tile& tile = m_.tiles_[static_cast<size_t>(planned.tile)];
+        const Job& planned = split.jobs[static_cast<size_t>(j)];
+        const Tile& tile = split.tiles[static_cast<size_t>(planned.tile)];
         const Plan::Token& any = m_.plan_[tile.first];
         job.queries = tile.tokens * group;
         job.cached = any.cached;
         job.blocks = m_.plan_.blocks(any);
-        job.keys = m_.kv_.shape().keys(place, c_.kv_head(planned.group));
-        job.values = m_.kv_.shape().values(place, c_.kv_head(planned.group));
+        job.keys = m_.kv_.shape().keys(place, split.kv_head(planned.group));
+        job.values = m_.kv_.shape().values(place, split.kv_head(planned.group));
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
         job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {
@@ -117,7 +128,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         k_.attention(job);
         if (tile.ranges > 1) {
             // Whoever finishes a head's last range merges them. The counter is left at 0 for the next layer.
-            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * groups + planned.group)];
+            std::atomic<int>& finished = s_.finished[static_cast<size_t>(planned.tile * split.groups + planned.group)];
             if (finished.fetch_add(1, std::memory_order_acq_rel) != tile.ranges - 1) continue;
             finished.store(0, std::memory_order_relaxed);
             k_.merge_parts(job);

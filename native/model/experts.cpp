@@ -65,7 +65,10 @@ void Routes::choose(const Experts& e, const float* logits, int* chosen, float* w
     }
     for (int k = 0; k < e.used; ++k) total += weights[k];
     const double divisor = e.renormalise || e.score == Score::OfChosen ? std::max(total, static_cast<double>(e.least_total)) : 1.0;
-    for (int k = 0; k < e.used; ++k) weights[k] = narrowed(weights[k] / divisor * e.scale);
+    for (int k = 0; k < e.used; ++k) {
+        weights[k] = narrowed(weights[k] / divisor * e.scale);
+        if (!e.expert_scale.empty()) weights[k] = times(weights[k], e.expert_scale[static_cast<size_t>(chosen[k])]);
+    }
     // A NaN must show, and comparisons pass over it.
     if (std::any_of(values_.begin(), values_.end(), [](float value) { return std::isnan(value); })) std::fill_n(weights, e.used, NAN);
 }
@@ -99,9 +102,18 @@ void Routes::plan(const Experts& e, const float* logits, int stride, int n) {
         }
 }
 
+// What the router, the experts and the shared expert read of token t.
+void Model::Run::encode_for_experts(const Seat& me, int t, const Layer& l) {
+    const Experts& e = l.experts;
+    if (e.norm.empty()) return encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up, &e.router, &e.gate, &e.up});
+    encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
+    encode_normed(me, t, n_, t, e.router_norm, {&e.router}, s_.router_in);
+    encode_normed(me, t, n_, t, e.norm, {&e.gate, &e.up}, s_.expert_in);
+}
+
 // Inputs [groups][count] for products of `m`, of tokens `from` of the n that are encoded.
-const uint8_t* Model::Run::gathered(const Seat& me, const Matrix& m, const int* tokens, int count) {
-    const uint8_t* all = s_.in[static_cast<size_t>(mine(me))].get(m.acts());
+const uint8_t* Model::Run::gathered(const Seat& me, const Experts& e, const Matrix& m, const int* tokens, int count) {
+    const uint8_t* all = (e.norm.empty() ? s_.in : s_.expert_in)[static_cast<size_t>(mine(me))].get(m.acts());
     if (count == n_) return all;  // tokens ascend
     uint8_t* to = s_.gathered[static_cast<size_t>(me.id)].get(m.acts());
     const size_t size = static_cast<size_t>(act_bytes(m.acts()));
@@ -126,7 +138,8 @@ void Model::Run::expert_gate_up(const Seat& me, const Experts& e, const Routes& 
         const int* tokens = routes.tokens(group) + first;
         // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
         const auto product = [&](const Matrix& m, float* y) {
-            k_.matmul(m, gathered(me, m, tokens, count), count, first_block, first_block + end - begin, y - first_block * kRows, kGateRows);
+            k_.matmul(
+                m, gathered(me, e, m, tokens, count), count, first_block, first_block + end - begin, y - first_block * kRows, kGateRows);
         };
         if (e.gate.data) product(e.gate, g);
         product(e.up, u);
@@ -158,8 +171,8 @@ void Model::Run::expert_down(const Experts& e, const Routes::Group& group, int s
 bool Model::Run::mixture(Seat& me, const Layer& l, int index) {
     const Experts& e = l.experts;
     share(me, kClaimRouter, index, e.router.blocks, [&](int begin, int end) {
-        k_.matmul(
-            e.router, s_.in[static_cast<size_t>(mine(me))].get(e.router.acts()), n_, begin, end, s_.router.get(), e.router.out_padded());
+        const ActBuffer& in = (e.norm.empty() ? s_.in : s_.router_in)[static_cast<size_t>(mine(me))];
+        k_.matmul(e.router, in.get(e.router.acts()), n_, begin, end, s_.router.get(), e.router.out_padded());
     });
     if (e.shared > 0) gate_up(me, l, index);
     if (!meet(me)) return false;
@@ -203,8 +216,14 @@ const float* Model::Run::mixed(const Seat& me, int t, const Layer& l) const {
             for (int i = 0; i < c_.hidden; ++i) line[i] += times(weight, y[i] + bias[i]);
         }
     }
+    if (!e.norm.empty()) k_.rmsnorm(line, e.post_norm.data(), c_.eps, c_.hidden, line);
     if (e.shared > 0) {
-        const float* y = s_.y.get() + static_cast<size_t>(t) * static_cast<size_t>(l.down.out_padded());
+        const float* y = product_of(t, l.down);
+        if (!e.norm.empty()) {
+            float* other = line + round_up(c_.hidden, 64);
+            k_.rmsnorm(y, e.shared_post_norm.data(), c_.eps, c_.hidden, other);
+            y = other;
+        }
         const float weight = routes.shared(t);
         for (int i = 0; i < c_.hidden; ++i) line[i] += times(weight, y[i]);
     }

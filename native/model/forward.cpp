@@ -92,7 +92,11 @@ bool Model::Run::layer(Seat& me, int index) {
 }
 
 bool Model::Run::feed(Seat& me, const Layer& l, int index) {
-    if (l.experts.count > 0) return mixture(me, l, index);
+    if (!(l.experts.count > 0 ? mixture(me, l, index) : feed_forward(me, l, index))) return false;
+    return !l.input.gate.data || add_input(me, l, index);
+}
+
+bool Model::Run::feed_forward(Seat& me, const Layer& l, int index) {
     gate_up(me, l, index);
     if (!meet(me)) return false;
     clock(me, kGateUp);
@@ -103,12 +107,90 @@ bool Model::Run::feed(Seat& me, const Layer& l, int index) {
     return true;
 }
 
+// Tokens' inputs for all layers, of their ids and of what enters the first one, which reads them many barriers later.
+bool Model::Run::inputs(Seat& me) {
+    const LayerInputs& in = m_.weights_->inputs;
+    const Part own = tokens(me);
+    float* line = s_.line[static_cast<size_t>(me.id)].get();
+    for (int t = own.begin; t < own.end; ++t) {
+        enter(me, t, 0);
+        std::memcpy(line, x(me, t), static_cast<size_t>(c_.hidden) * 4);
+        encode_line(me, c_.hidden, n_, t, {&in.project});
+    }
+    if (!solo_ && !meet(me)) return false;
+    share(me, kClaimJoin, 0, in.project.blocks, [&](int begin, int end) {
+        const uint8_t* acts = s_.in[static_cast<size_t>(mine(me))].get(in.project.acts());
+        k_.matmul(in.project, acts, n_, begin, end, s_.inputs.get(), in.project.out_padded());
+    });
+    if (!meet(me)) return false;
+
+    const float of_table = std::sqrt(static_cast<float>(in.width)), of_both = 1.0f / std::sqrt(2.0f);
+    const float of_product = 1.0f / std::sqrt(static_cast<float>(c_.hidden));
+    const Part part = me.of(n_);
+    for (int t = part.begin; t < part.end; ++t) {
+        float* made = input_of(t);
+        unpack_row(in.table, token(t).id, line);
+        for (int first = 0; first < in.table.cols; first += in.width) {
+            for (int i = first; i < first + in.width; ++i) made[i] = times(made[i], of_product);
+            k_.rmsnorm(made + first, in.norm.data(), c_.eps, in.width, made + first);
+        }
+        for (int i = 0; i < in.table.cols; ++i) made[i] = times(made[i] + times(line[i], of_table), of_both);
+    }
+    return true;
+}
+
+// What a layer adds behind its feed-forward, of the tokens' inputs for it.
+bool Model::Run::add_input(Seat& me, const Layer& l, int index) {
+    const Matrix &gate = l.input.gate, &project = l.input.project;
+    const LayerInputs& in = m_.weights_->inputs;
+    const Part part = tokens(me);
+    for (int t = part.begin; t < part.end; ++t) {
+        add_made(me, t, l);
+        std::memcpy(s_.line[static_cast<size_t>(me.id)].get(), x(me, t), static_cast<size_t>(c_.hidden) * 4);
+        encode_line(me, c_.hidden, n_, t, {&gate});
+    }
+    if (!solo_ && !meet(me)) return false;
+
+    constexpr int unit = kGroup / kRows;  // row blocks that make one group of the next product's inputs
+    const int groups = (in.width + kGroup - 1) / kGroup;
+    uint8_t* middle = s_.middle.get(project.acts());
+    float* values = s_.pair[static_cast<size_t>(me.id)].get();
+    share(me, kClaimInputGate, index, groups, [&](int from, int to) {
+        const uint8_t* acts = s_.in[static_cast<size_t>(mine(me))].get(gate.acts());
+        for (int group = from; group < to; ++group) {
+            const int first = group * kGroup, filled = std::min(kGroup, in.width - first);
+            // The kernels write at row block * 16: shift the origin so that this stretch starts at the buffer's own.
+            k_.matmul(gate, acts, n_, group * unit, std::min(group * unit + unit, gate.blocks), values - first, kGroup);
+            for (int t = 0; t < n_; ++t) {
+                float *own = values + t * kGroup, given[kGroup] = {};
+                std::copy_n(input_of(t) + static_cast<size_t>(index) * static_cast<size_t>(in.width) + first, filled, given);
+                k_.gate(c_.activation, own, given, kGroup, own);
+                std::fill(own + filled, own + kGroup, 0.0f);
+                k_.encode(project.acts(), own, group, group + 1, middle, n_, t);
+            }
+        }
+    });
+    if (me.rank == 0) {  // inputs that only pad the next product
+        const float nothing[kGroup] = {};
+        for (int group = groups; group < project.groups; ++group)
+            for (int t = 0; t < n_; ++t) k_.encode(project.acts(), nothing, group, group + 1, middle, n_, t);
+    }
+    if (!meet(me)) return false;
+
+    share(me, kClaimInputProject, index, project.blocks,
+        [&](int begin, int end) { k_.matmul(project, middle, n_, begin, end, s_.y.get(), project.out_padded()); });
+    if (!meet(me)) return false;
+    clock(me, kDown);
+    return true;
+}
+
 // Queries, keys and values; the cache's new ones; attention, encoded for the product behind it.
 bool Model::Run::attend(Seat& me, const Layer& l, int index) {
     products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
-    if (me.rank < static_cast<int>(m_.jobs_.size())) {  // likely first keys and values come while it waits and rotates
+    if (me.rank < static_cast<int>(m_.split_of(index).jobs.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < m_.kv_.shape().pair(); line += 64) __builtin_prefetch(keys + line, 0, 2);
+        for (size_t line = 0; line < m_.kv_.shape().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
+            __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
     clock(me, kQkv);
@@ -192,6 +274,7 @@ void Model::Run::forward(Seat& me) {
             k_.matmul(head, s_.in[static_cast<size_t>(mine(me))].get(head.acts()), wanted, from, to, y, result_.stride_);
             const int begin = from * kRows, end = std::min(to * kRows, c_.outputs);
             for (int i = 0; begin < end && i < wanted; ++i) {
+                if (c_.logit_cap > 0.0f) k_.cap(y + static_cast<size_t>(i) * stride + begin, (to - from) * kRows, c_.logit_cap);
                 Best found = k_.argmax(y + static_cast<size_t>(i) * stride + begin, end - begin);
                 found.index += begin;
                 keep_better(bests[i], found);
@@ -237,7 +320,8 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         plan_jobs(first, count, pool.team(kind));
         begin_pass(batch, first, count);
         Run run(*this, pool, *result, batch, first, count);
-        result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(weights_->bytes()));
+        const size_t read = weights_->bytes() - weights_->inputs.table.bytes();  // of which tokens have a row each
+        result->threads = pool.run([&run](Seat& me) { run.forward(me); }, kind, static_cast<double>(read));
         run.settle(result->threads);
         end_pass();
     }

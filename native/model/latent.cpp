@@ -20,7 +20,7 @@ void Model::Run::turned(const Layer& l, const Plan::Token& tok, const float* x, 
 // A head's queries of all tokens, to `rotated`.
 void Model::Run::absorb(const Seat& me, const Layer& l, int head) {
     const Latent& a = l.latent;
-    const int each = a.plain + a.rotated, padded = m_.kv_.shape().dim_padded(), groups = a.k_up.groups, first = head * groups;
+    const int each = a.plain + a.rotated, padded = round_up(l.head_dim, 16), groups = a.k_up.groups, first = head * groups;
     const int stride = c_.heads * padded, blocks = a.rank / kRows;
     const Acts kind = a.k_up.acts();
     uint8_t* acts = s_.latents.get(kind);
@@ -50,8 +50,8 @@ void Model::Run::store_latent(const Seat& me, const Layer& l, int index, int t) 
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     k_.rmsnorm(k, l.k_norm.data(), a.eps, a.rank, line);
     turned(l, tok, k + a.rank, 1.0f, line + a.rank);
-    k_.put_key(line, shape.dim, shape.dim_padded(), shape.type, block + shape.keys(place, 0), tok.slot % kBlock);
-    k_.put_value(line, a.rank, shape.value_padded(), shape.type, block + shape.values(place, 0), tok.slot % kBlock);
+    k_.put_key(line, l.head_dim, shape[place].dim_padded(), shape.type, block + shape.keys(place, 0), tok.slot % kBlock);
+    k_.put_value(line, a.rank, shape[place].value_padded(), shape.type, block + shape.values(place, 0), tok.slot % kBlock);
 }
 
 bool Model::Run::latent(Seat& me, const Layer& l, int index) {

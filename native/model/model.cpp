@@ -63,9 +63,17 @@ StateShape states_of(const Weights& weights) {
 }
 
 KVShape keys_of(const Weights& weights, KVType type) {
-    const auto attends = [](const Layer& l) { return l.mixes() && !l.recurs(); };
-    const auto attend = static_cast<int>(std::count_if(weights.layers.begin(), weights.layers.end(), attends));
-    return {attend, weights.config.kv_heads, weights.config.head_dim, type, weights.config.value_dim};
+    KVShape shape{type};
+    for (const Layer& l : weights.layers)
+        if (l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim());
+    return shape;
+}
+
+// Heads are computed in so many groups, each of heads that share a KV head, no more than a job can have.
+int groups_of(int heads, int kv_heads) {
+    int n = kv_heads;
+    while (heads % n != 0 || heads / n > kMaxQueries) n += kv_heads;
+    return n;
 }
 
 }  // namespace
@@ -82,7 +90,11 @@ Model::Model(
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
-    for (const Layer& l : weights_->layers) places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : attend++);
+    for (const Layer& l : weights_->layers) {
+        const bool shares = l.attends() && l.shares >= 0;
+        places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        split_of_.push_back(l.attends() ? split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16) : 0);
+    }
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
         key_scale_.assign(static_cast<size_t>(dim), 1.0f / std::sqrt(static_cast<float>(dim)));
         query_scale_.assign(static_cast<size_t>(dim), 1.0f / static_cast<float>(dim));
@@ -91,12 +103,20 @@ Model::Model(
     fit_scratch();
 }
 
+// Which of the splits is for such heads.
+int Model::split_for(int kv_heads, int record) {
+    const auto same = [&](const Split& split) { return split.kv_heads == kv_heads && split.record == record; };
+    const auto found = std::find_if(splits_.begin(), splits_.end(), same);
+    const int at = static_cast<int>(found - splits_.begin());
+    if (found == splits_.end()) splits_.push_back({kv_heads, groups_of(weights_->config.heads, kv_heads), record});
+    return at;
+}
+
 // Makes the runtime's working memory large enough for this model.
 void Model::fit_scratch() {
     Scratch& s = scratch_;
     const auto chunk = [](int floats) { return static_cast<size_t>(kChunk) * static_cast<size_t>(floats); };
-    const int heads = weights_->config.heads * kv_.shape().dim_padded();
-    int hidden = round_up(weights_->config.hidden, 64), inner = kv_.shape().dim_padded();
+    int heads = 0, values = 0, hidden = round_up(weights_->config.hidden, 64), inner = 0;
     const auto input = [&](const Matrix& m) {
         hidden = std::max(hidden, m.in_padded());
         s.need_in(m);
@@ -104,33 +124,50 @@ void Model::fit_scratch() {
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
         for (const Matrix* m : {&l.latent.q_down, &l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join})
+                 &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
             s.router.need(chunk(e.router.out_padded()));
             s.pairs_in.need(e.down.acts(), e.down.groups, static_cast<int>(pairs));
             s.pairs.need(pairs * static_cast<size_t>(e.down.out_padded() / e.count));
+            if (!e.norm.empty()) {
+                s.need_in(e.router, s.router_in);
+                for (const Matrix* m : {&e.gate, &e.up})
+                    if (m->data) s.need_in(*m, s.expert_in);
+                inner = std::max(inner, 2 * round_up(weights_->config.hidden, 64));  // two lines; see mixed
+            }
             for (ActBuffer& gathered : s.gathered)
                 for (const Matrix* m : {&e.gate, &e.up})
                     if (m->data) gathered.need(m->acts(), m->groups, kGather);
         }
+        if (l.attends()) {
+            heads = std::max(heads, weights_->config.heads * round_up(l.head_dim, 16));
+            values = std::max(values, weights_->config.heads * round_up(l.value_dim(), 16));
+            inner = std::max(inner, round_up(l.head_dim, 16));
+        }
         for (const Matrix* m : {&l.latent.k_up, &l.latent.v_up})
             if (m->data) s.latents.need(m->acts(), weights_->config.heads * m->groups), inner = std::max(inner, m->in_padded());
         if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
-        if (l.down.data) s.middle.need(l.down.acts(), l.down.groups);
+        for (const Matrix* m : {&l.down, &l.input.project})
+            if (m->data) s.middle.need(m->acts(), m->groups);
         s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
         s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
-        s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded()})));
+        s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded(), l.input.project.out_padded()})));
         inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
+    }
+    if (const LayerInputs& inputs = weights_->inputs; inputs.width > 0) {
+        input(inputs.project);
+        s.inputs.need(chunk(inputs.project.out_padded()));
+        inner = std::max(inner, inputs.table.cols);
     }
     for (size_t i = 0; i < s.x.size(); ++i) s.x[i].need(i == 0 ? chunk(hidden) : static_cast<size_t>(kSolo) * static_cast<size_t>(hidden));
     for (Buffer<float>& line : s.line) line.need(static_cast<size_t>(std::max(hidden, inner)));
     for (Buffer<float>& pair : s.pair) pair.need(2 * chunk(kGateRows));
     s.rotated.need(chunk(heads));
-    s.attended.need(chunk(weights_->config.heads * kv_.shape().value_padded()));
+    s.attended.need(chunk(values));
     if (const StateShape& states = kv_.states().shape(); states.layers > 0) {
         s.attended.need(chunk(states.values()));
         s.convolved.need(chunk(states.channels()));

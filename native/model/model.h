@@ -112,7 +112,14 @@ private:
         size_t parts;  // where its blocks' partial results start, with more than one range
     };
     struct Job {
-        int tile, group, range;  // group: of heads, see Config::groups
+        int tile, group, range;  // group: of heads, see groups_of
+    };
+    struct Split {  // attention of a chunk's tokens, in layers of such heads
+        int kv_heads, groups;
+        int record;  // floats of a query's partial result
+        std::vector<Tile> tiles = {};
+        std::vector<Job> jobs = {};
+        int kv_head(int group) const { return group * kv_heads / groups; }
     };
     class Run;  // one chunk of tokens through all layers; run.h
 
@@ -121,6 +128,9 @@ private:
         for (Rope& rope : ropes_) rope.cover(plan_.end());
     }
     void plan_jobs(int first, int count, int threads);
+    int split_for(int kv_heads, int record);
+    void cut(Split& split, int first, int count, int threads);
+    const Split& split_of(int layer) const { return splits_[static_cast<size_t>(split_of_[static_cast<size_t>(layer)])]; }
     // Of recurrent layers; recurrent.cpp.
     struct Recurrence {  // a row's tokens of a pass
         RecurrentStates::Step step;
@@ -138,12 +148,13 @@ private:
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's
     int hidden_stride_ = 0;  // of Scratch::x, in floats
-    std::vector<int> places_;  // of each layer among those that attend, or among those that are recurrent
+    // Of each layer among those that have keys and values (of one that shares them, theirs), or among those that are recurrent.
+    std::vector<int> places_;
     KV kv_;
     std::vector<Rope> ropes_;
     Plan plan_;
-    std::vector<Tile> tiles_;
-    std::vector<Job> jobs_;
+    std::vector<Split> splits_;
+    std::vector<int> split_of_;  // of each layer
     std::vector<Recurrence> recurrences_;  // of this pass
     std::vector<int> parents_, slots_;     // of its tokens: a node before it or -1; the tile that its state goes to or -1
     std::vector<float> query_scale_, key_scale_;  // of recurrent layers' heads
@@ -160,6 +171,8 @@ private:
         kClaimExperts,
         kClaimDown,
         kClaimExpertsDown,
+        kClaimInputGate,
+        kClaimInputProject,
         kClaims
     };
     std::vector<std::atomic<int>> claimed_;  // of each layer, then the head as if it were one's first: how far they have come

@@ -48,6 +48,7 @@ void Model::head(const float* normed, int n, const int32_t* ids, int count, floa
                 const int block = row(order[static_cast<size_t>(begin)]) / kRows;
                 // The kernels write at row block * 16: shift the origin so that this block starts at the buffer's own.
                 kernels_.matmul(weights_->head, in, width, block, block + 1, y - block * kRows, kRows);
+                if (weights_->config.logit_cap > 0.0f) kernels_.cap(y, width * kRows, weights_->config.logit_cap);
                 for (int i = begin; i < end; ++i) {
                     const int column = order[static_cast<size_t>(i)], lane = row(column) % kRows;
                     for (int t = 0; t < width; ++t) to[static_cast<size_t>(t) * count + column] = y[t * kRows + lane];

@@ -67,13 +67,13 @@ void Model::prepare(const BatchView& batch) {
 
 // Tiles of tokens of one row, by group of heads: as wide as leaves work for every thread, since a tile reads its keys once;
 // where even single tokens do not, by ranges of blocks too.
-void Model::plan_jobs(int first, int count, int threads) {
-    jobs_.clear();
-    const int groups = weights_->config.groups();
+void Model::cut(Split& split, int first, int count, int threads) {
+    const int groups = split.groups;
     int tile = std::max(1, std::min(8, kMaxQueries / (weights_->config.heads / groups)));
     while (tile > 1 && (count + tile - 1) / tile * groups < 2 * threads) tile /= 2;
-    std::vector<Tile>& tiles = tiles_;
+    std::vector<Tile>& tiles = split.tiles;
     tiles.clear();
+    split.jobs.clear();
     for (int t = first; t < first + count;) {
         int end = t + 1, blocks = plan_[t].position / kBlock + 1;
         for (; end < first + count && end - t < tile && plan_[end].row == plan_[t].row; ++end)
@@ -84,20 +84,24 @@ void Model::plan_jobs(int first, int count, int threads) {
     const int base = static_cast<int>(tiles.size()) * groups;
     const int missing = base >= 2 * threads ? 1 : 6 * threads / base;  // taken as threads become free
     size_t parts = 0;
-    const size_t record = static_cast<size_t>(kv_.shape().value_padded()) + 16;
     for (size_t i = 0; i < tiles.size(); ++i) {
         Tile& t = tiles[i];
         if (threads > 1 && missing > 1) t.ranges = std::min(t.blocks, missing);
         if (t.ranges > 1) {
             t.parts = parts;
-            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(weights_->config.heads) * static_cast<size_t>(t.blocks) * record;
+            parts += static_cast<size_t>(t.tokens) * static_cast<size_t>(weights_->config.heads) * static_cast<size_t>(t.blocks) *
+                     static_cast<size_t>(split.record);
         }
         for (int group = 0; group < groups; ++group)
-            for (int r = 0; r < t.ranges; ++r) jobs_.push_back({static_cast<int>(i), group, r});
+            for (int r = 0; r < t.ranges; ++r) split.jobs.push_back({static_cast<int>(i), group, r});
     }
     if (scratch_.parts.size() < parts) scratch_.parts.need(parts + parts / 2);
     const size_t counters = tiles.size() * static_cast<size_t>(groups);
     if (scratch_.finished.size() < counters) scratch_.finished = std::vector<std::atomic<int>>(counters);
+}
+
+void Model::plan_jobs(int first, int count, int threads) {
+    for (Split& split : splits_) cut(split, first, count, threads);
     for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
     for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);
 }

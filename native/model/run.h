@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "model/model.h"
+#include "runtime/denormals.h"
 #include "weights/pack.h"
 
 namespace outpace {
@@ -55,21 +56,31 @@ private:
 
     // x [hidden] -> normed, where the model has such a norm, and encoded for matrices `ms`.
     void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms) {
+        encode_normed(me, t, n, at, norm, ms, s_.in);
+    }
+    void encode_normed(const Seat& me, int t, int n, int at, const std::vector<float>& norm, std::initializer_list<const Matrix*> ms,
+        std::vector<ActBuffer>& to) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         if (norm.empty())
             std::memcpy(line, x(me, t), static_cast<size_t>(c_.hidden) * 4);
         else
             k_.rmsnorm(x(me, t), norm.data(), c_.eps, c_.hidden, line);
-        encode_line(me, c_.hidden, n, at, ms);
+        encode_line(me, c_.hidden, n, at, ms, to);
     }
 
     // What feeds a layer forward.
     void encode_fed(const Seat& me, int t, const Layer& l) {
-        encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up});
+        if (l.experts.count > 0)
+            encode_for_experts(me, t, l);
+        else
+            encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
     }
 
     // The thread's line, of which `filled` values are set, encoded for matrices `ms`.
     void encode_line(const Seat& me, int filled, int n, int at, std::initializer_list<const Matrix*> ms) {
+        encode_line(me, filled, n, at, ms, s_.in);
+    }
+    void encode_line(const Seat& me, int filled, int n, int at, std::initializer_list<const Matrix*> ms, std::vector<ActBuffer>& to) {
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         std::fill(line + filled, line + m_.hidden_stride_, 0.0f);
         unsigned done = 0;
@@ -78,7 +89,7 @@ private:
             const unsigned bit = 1u << static_cast<unsigned>(m->acts());
             if (done & bit) continue;
             done |= bit;
-            k_.encode(m->acts(), line, 0, m->groups, s_.in[static_cast<size_t>(mine(me))].get(m->acts()), n, at);
+            k_.encode(m->acts(), line, 0, m->groups, to[static_cast<size_t>(mine(me))].get(m->acts()), n, at);
         }
     }
 
@@ -116,6 +127,11 @@ private:
     }
     const float* product_of(int t, const Matrix& m) const { return product_in(s_.y, t, m); }
 
+    // A token's inputs for each layer, one after the other.
+    float* input_of(int t) const {
+        return s_.inputs.get() + static_cast<size_t>(t) * static_cast<size_t>(m_.weights_->inputs.project.out_padded());
+    }
+
     void keep_hidden(const Seat& me, int t, int layer) {
         if (batch_.hidden_layers.empty() || (solo_ && me.rank != 0)) return;
         const int32_t place = result_.hidden_place[static_cast<size_t>(first_ + t)];
@@ -145,11 +161,22 @@ private:
             return;
         }
         const Layer& before = m_.weights_->layers[static_cast<size_t>(l - 1)];
-        if (before.feeds())
-            add_back(me, t, before.post_ffn_norm, {}, before.experts.count > 0 ? mixed(me, t, before) : product_of(t, before.down));
+        if (before.input.gate.data)
+            add_back(me, t, before.input.norm, {}, product_of(t, before.input.project));
         else
-            add_back(me, t, before.post_attn_norm, before.o_bias, product_of(t, before.o));
+            add_made(me, t, before);
+        if (before.output_scale != 1.0f) {
+            float* at = x(me, t);
+            for (int i = 0; i < c_.hidden; ++i) at[i] = times(at[i], before.output_scale);
+        }
         keep_hidden(me, t, l - 1);
+    }
+    // What a layer's feed-forward gave, or its attention, where it has no feed-forward.
+    void add_made(const Seat& me, int t, const Layer& l) {
+        if (l.feeds())
+            add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down));
+        else
+            add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
     }
 
     // work(begin, end) on stretches of `total` units that are this thread's: its share, or, where cores differ, half as much
@@ -186,6 +213,8 @@ private:
     }
 
     bool join(Seat& me, const Layer& l);
+    bool inputs(Seat& me);
+    bool add_input(Seat& me, const Layer& l, int index);
     void begin_layer(const Seat& me, const Layer& l, int index);
     bool layer(Seat& me, int index);
     bool feed(Seat& me, const Layer& l, int index);
@@ -198,6 +227,7 @@ private:
     // All layers, and what the head reads; false: the thread is dismissed.
     bool layers(Seat& me) {
         clock(me, kPhases);
+        if (m_.weights_->inputs.width > 0 && !inputs(me)) return false;
         for (int l = 0; l < batch_.layers; ++l)
             if (!layer(me, l)) return false;
         return end_layers(me);
@@ -219,6 +249,7 @@ private:
         pool_.run(body, Pool::kDrafting, static_cast<double>(bytes));
     }
 
+    bool feed_forward(Seat& me, const Layer& l, int index);
     void gate_up(const Seat& me, const Layer& l, int index);
     void down(const Seat& me, const Layer& l, int index) {
         share(me, kClaimDown, index, l.down.blocks,
@@ -246,7 +277,8 @@ private:
 
     // Of a mixture of experts; experts.cpp.
     bool mixture(Seat& me, const Layer& l, int index);
-    const uint8_t* gathered(const Seat& me, const Matrix& m, const int* tokens, int count);
+    void encode_for_experts(const Seat& me, int t, const Layer& l);
+    const uint8_t* gathered(const Seat& me, const Experts& e, const Matrix& m, const int* tokens, int count);
     void expert_gate_up(const Seat& me, const Experts& e, const Routes& routes, const Routes::Group& group, int stretch);
     void expert_down(const Experts& e, const Routes::Group& group, int stretch);
     const float* mixed(const Seat& me, int t, const Layer& l) const;

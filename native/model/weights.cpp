@@ -34,6 +34,11 @@ void fits(const Experts& e, const Config& c) {
     fits(e.gate_bias, inner, false, "experts' gate bias");
     fits(e.up_bias, inner, false, "experts' up bias");
     fits(e.down_bias, e.count * c.hidden, false, "experts' down bias");
+    fits(e.expert_scale, e.count, false, "experts' scales");
+    const bool normed = !e.norm.empty();
+    for (const std::vector<float>* norm : {&e.router_norm, &e.norm, &e.post_norm, &e.shared_post_norm})
+        fits(*norm, c.hidden, normed, "a mixture's norm");
+    if (normed && e.shared == 0) throw std::invalid_argument("a mixture with norms has no shared expert");
 }
 
 void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config& c) {
@@ -71,33 +76,47 @@ void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const C
 void fits(const Latent& a, const Layer& l, const Config& c) {
     const int value = l.o.cols / c.heads;
     if (a.rank % kRows != 0 || a.plain < 1 || a.rotated < 2 || a.rotated % 2 != 0 || value < 1 || value % kRows != 0 || !(a.eps >= 0) ||
-        c.kv_heads != 1 || c.head_dim != a.rank + a.rotated || c.value_dim != a.rank || l.rope < 0 || !l.sinks.empty() || l.gated ||
-        !l.q_bias.empty() || !l.k_bias.empty() || !l.v_bias.empty())
+        l.kv_heads != 1 || l.head_dim != a.rank + a.rotated || l.shares >= 0 || l.rope < 0 || !l.sinks.empty() || l.gated ||
+        !l.q_bias.empty() || !l.k_bias.empty() || !l.v_bias.empty() || !l.v_norm.empty())
         throw std::invalid_argument("the sizes of latent attention do not fit together");
     if (a.q_down.data) fits(a.q_down, l.q.cols, c.hidden, "a matrix of queries' latent vectors");
     fits(l.q_norm, l.q.cols, a.q_down.data != nullptr, "a norm of queries' latent vectors");
     fits(l.q, c.heads * (a.plain + a.rotated), a.q_down.data ? l.q.cols : c.hidden, "a query matrix");
-    fits(l.k, c.head_dim, c.hidden, "a matrix of latent vectors");
+    fits(l.k, l.head_dim, c.hidden, "a matrix of latent vectors");
     fits(l.k_norm, a.rank, true, "a norm of latent vectors");
     fits(a.k_up, c.heads * a.rank, a.plain, "a matrix of keys from latent vectors");
     fits(a.v_up, c.heads * value, a.rank, "a matrix of values from latent vectors");
     fits(l.o, c.hidden, c.heads * value, "an attention output matrix");
 }
 
+void fits_heads(const Weights& w, const Layer& l, int index) {
+    const Config& c = w.config;
+    if (!l.attends()) return;
+    if (l.kv_heads <= 0 || c.heads % l.kv_heads != 0 || l.head_dim <= 0 || l.head_dim % 2 != 0 || round_up(l.head_dim, 16) > kMaxHead)
+        throw std::invalid_argument("a layer's heads do not fit together");
+    if (!l.v.data && l.shares < 0 && static_cast<int>(l.k_norm.size()) > l.head_dim)
+        throw std::invalid_argument("a layer whose values are made of its keys' product can have no norm over all of its keys");
+    if (l.shares < 0) return;
+    const bool there = l.shares < index && !l.k.data && !l.v.data;
+    const Layer* from = there ? &w.layers[static_cast<size_t>(l.shares)] : nullptr;
+    if (!from || !from->attends() || from->latent.rank > 0 || from->shares >= 0 || from->kv_heads != l.kv_heads ||
+        from->head_dim != l.head_dim)
+        throw std::invalid_argument("a layer reads keys and values that do not fit it");
+}
 void check(const Weights& w) {
     const Config& c = w.config;
     if (c.vocab <= 0 || c.hidden <= 0 || c.heads <= 0 || c.kv_heads <= 0 || c.heads % c.kv_heads != 0 || c.head_dim <= 0 ||
-        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty() || c.value_dim <= 0 ||
-        round_up(std::max(c.head_dim, c.value_dim), 16) > kMaxHead)
+        c.head_dim % 2 != 0 || c.ffn <= 0 || c.max_length <= 0 || c.outputs <= 0 || w.layers.empty())
         throw std::invalid_argument("the model's sizes do not fit together");
     fits(w.embedding, c.vocab, c.hidden, "the embedding");
     fits(w.head, c.outputs, c.hidden, "the output head");
     fits(w.final_norm, c.hidden, true, "the final norm");
-    const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
     const DeltaNet* recurrent = nullptr;
     const ShortConv* convolved = nullptr;
     bool attends = false;
     for (const Layer& l : w.layers) {
+        const int index = static_cast<int>(&l - w.layers.data()), d = l.head_dim, q = c.heads * d, kv = l.kv_heads * d;
+        fits_heads(w, l, index);
         const int read = l.embed_norm.empty() || l.join.data ? c.hidden : 2 * c.hidden;
         if (l.join.data) fits(l.join, c.hidden, 2 * c.hidden, "the matrix of an embedding and features");
         fits(l.features_norm, c.hidden, l.join.data != nullptr, "a norm of features");
@@ -112,16 +131,16 @@ void check(const Weights& w) {
             fits(l.latent, l, c);
         } else if (l.q.data || !l.feeds()) {
             attends = true;
-            if (c.value_dim != c.head_dim) throw std::invalid_argument("values differ in size from keys");
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
-            fits(l.k, kv, read, "a key matrix");
-            fits(l.v, kv, read, "a value matrix");
+            if (l.shares < 0) fits(l.k, kv, read, "a key matrix");
+            if (l.v.data) fits(l.v, kv, read, "a value matrix");
             fits(l.o, c.hidden, q, "an attention output matrix");
         }
-        if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > c.head_dim || c.head_dim % 16 != 0))
+        if (l.gated && (!l.q_bias.empty() || static_cast<int>(l.q_norm.size()) > d || d % 16 != 0))
             throw std::invalid_argument("a layer whose heads are gated can have no bias and no norm over all of its queries");
         const Experts& e = l.experts;
-        if (const int inner = e.count > 0 ? e.shared : l.up.data || !l.mixes() ? c.ffn : 0; inner > 0) {
+        const bool only_mixes = l.mixes() && !l.gate.data && !l.up.data && !l.down.data;
+        if (const int inner = e.count > 0 ? e.shared : l.up.data ? l.up.rows : only_mixes ? 0 : c.ffn; inner > 0) {
             if (c.activation != Activation::Relu) fits(l.gate, inner, c.hidden, "a gate matrix");
             fits(l.up, inner, c.hidden, "an up matrix");
             fits(l.down, c.hidden, inner, "a down matrix");
@@ -134,9 +153,10 @@ void check(const Weights& w) {
         fits(l.post_attn_norm, c.hidden, false, "a post-attention norm");
         fits(l.post_ffn_norm, c.hidden, false, "a post-feed-forward norm");
         if (l.latent.rank == 0) {
-            fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : c.head_dim, false, "a query norm");
-            fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : c.head_dim, false, "a key norm");
+            fits(l.q_norm, static_cast<int>(l.q_norm.size()) == q ? q : d, false, "a query norm");
+            fits(l.k_norm, static_cast<int>(l.k_norm.size()) == kv ? kv : d, false, "a key norm");
         }
+        fits(l.v_norm, d, false, "a value norm");
         fits(l.q_bias, q, false, "a query bias");
         fits(l.k_bias, kv, false, "a key bias");
         fits(l.v_bias, kv, false, "a value bias");
@@ -148,34 +168,58 @@ void check(const Weights& w) {
             throw std::invalid_argument("a layer whose activation is relu2 has no gate");
         if (l.window < 0 || l.rope < -1 || l.rope >= static_cast<int>(w.ropes.size()))
             throw std::invalid_argument("a layer's window or rope table is out of range");
+        const int turned = l.rope < 0 ? 0 : 2 * static_cast<int>(w.ropes[static_cast<size_t>(l.rope)].frequencies.size());
+        if (l.attends() && (turned > d || (l.latent.rank > 0 && turned != l.latent.rotated)))
+            throw std::invalid_argument("a rope table does not fit the head size");
+        if (w.inputs.width > 0) {
+            if (!l.feeds()) throw std::invalid_argument("a layer that has inputs of its own has no feed-forward");
+            fits(l.input.gate, w.inputs.width, c.hidden, "the gate of a layer's inputs");
+            fits(l.input.project, c.hidden, w.inputs.width, "the projection of a layer's inputs");
+            fits(l.input.norm, c.hidden, true, "the norm of a layer's inputs");
+        }
+    }
+    if (w.inputs.width > 0) {
+        const int all = static_cast<int>(w.layers.size()) * w.inputs.width;
+        fits(w.inputs.table, std::max(c.vocab, w.inputs.table.rows), all, "the table of layers' inputs");
+        fits(w.inputs.project, all, c.hidden, "the projection to layers' inputs");
+        fits(w.inputs.norm, w.inputs.width, true, "the norm of layers' inputs");
     }
     if (!attends) throw std::invalid_argument("no layer has attention");
     if (recurrent && convolved) throw std::invalid_argument("recurrent layers differ in their kinds");
     for (const auto& [frequencies, scale, growth, period] : w.ropes)
-        if (frequencies.empty() || static_cast<int>(frequencies.size()) * 2 > c.head_dim || !(scale > 0) || !(growth >= 0) ||
-            (growth > 0 && period < 1))
-            throw std::invalid_argument("a rope table does not fit the head size");
+        if (frequencies.empty() || !(scale > 0) || !(growth >= 0) || (growth > 0 && period < 1))
+            throw std::invalid_argument("a rope table has no frequencies or no scale, or grows by nothing");
+}
+
+// With the model's heads where a layer does not say its own.
+std::vector<Layer> completed(std::vector<Layer> layers, const Config& c) {
+    for (Layer& l : layers) {
+        if (l.kv_heads == 0) l.kv_heads = c.kv_heads;
+        if (l.head_dim == 0) l.head_dim = c.head_dim;
+    }
+    return layers;
 }
 
 }  // namespace
 
 Weights::Weights(Config config_, std::vector<Layer> layers_, Matrix embedding_, Matrix head_, std::vector<float> final_norm_,
-    std::vector<RopeTable> ropes_)
+    std::vector<RopeTable> ropes_, LayerInputs inputs_)
     : config(config_),
-      layers(std::move(layers_)),
+      layers(completed(std::move(layers_), config_)),
       embedding(std::move(embedding_)),
       head(std::move(head_)),
       final_norm(std::move(final_norm_)),
-      ropes(std::move(ropes_)) {
+      ropes(std::move(ropes_)),
+      inputs(std::move(inputs_)) {
     check(*this);
 }
 
 size_t Weights::bytes() const {
-    size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0);
+    size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0) + inputs.table.bytes() + inputs.project.bytes();
     for (const Layer& l : layers)
-        for (const Matrix* m :
-            {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up, &l.experts.down,
-                &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.latent.q_down, &l.latent.k_up, &l.latent.v_up})
+        for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.latent.q_down, &l.latent.k_up,
+                 &l.latent.v_up, &l.input.gate, &l.input.project})
             bytes += m->bytes();
     return bytes;
 }

@@ -27,6 +27,10 @@ struct Experts {
     std::vector<float> router_bias, choice_bias;  // [count]; the second is added to scores for the choice alone
     std::vector<float> gate_bias, up_bias;        // as the rows of these matrices
     std::vector<float> down_bias;                 // [count, hidden]
+    std::vector<float> expert_scale;              // [count], of the weights
+    // [hidden], all or none: of what the router and the experts read in the place of what the shared expert reads, and of what
+    // the experts together and the shared one give.
+    std::vector<float> router_norm, norm, post_norm, shared_post_norm;
 };
 
 constexpr int kMostTaps = 8;
@@ -68,22 +72,41 @@ struct Latent {
     Matrix v_up;                  // [heads * value, rank]: latent vectors as a head's values
 };
 
+// What a layer adds behind its feed-forward: project(activation(gate x) * the token's input for this layer), normed.
+struct InputGate {
+    Matrix gate, project;     // [width, hidden], [hidden, width]; without them the layer has none
+    std::vector<float> norm;  // [hidden]
+};
+
+// Tokens' inputs for each layer, beside what enters the first one (Gemma 3n and 4): of token t and its embedding e,
+// (scale * table[t] + norm(project e * hidden^-0.5)) / sqrt 2, layer after layer.
+struct LayerInputs {
+    int width = 0;            // of one layer's; 0: there are none
+    Matrix table, project;    // [vocab, layers * width], [layers * width, hidden]
+    std::vector<float> norm;  // [width], of each layer's
+};
+
 // Vectors that are empty are left out of the computation, as are matrices of a layer that only mixes tokens or only feeds them
 // forward.
 struct Layer {
-    Matrix q, k, v, o;
+    Matrix q, k, v, o;  // without v, values are made of what k gave
     Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one; without `gate`, relu(up) stands in its place
     Experts experts;
     DeltaNet delta;  // with it, there are no q, k, v
     ShortConv conv;  // as with it
     Latent latent;   // with it, there is no v
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
+    bool attends() const { return q.data && !recurs(); }
     bool mixes() const { return q.data || recurs(); }
     bool feeds() const { return up.data || experts.count > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
     std::vector<float> sinks;  // [heads]: of each a logit in the softmax that has no value
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
+    int kv_heads = 0, head_dim = 0;  // 0: the model's
+    int value_dim() const { return latent.rank > 0 ? latent.rank : head_dim; }  // of a KV head's values
+    int shares = -1;  // an earlier layer whose keys and values it reads, having none of its own; -1: it has
     std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once
+    std::vector<float> v_norm;          // [head_dim]
     std::vector<float> q_bias, k_bias, v_bias, o_bias;
     // [hidden], in the first layer of a learned drafter: q, k and v read the embedding under this norm, then the batch's
     // features under attn_norm, 2 hidden in all; the features alone (normed, with norm_first) are what it adds to.
@@ -96,6 +119,8 @@ struct Layer {
     // Of a drafter's block, in a layer with a window: slots see none behind them, or all see so many before the block.
     bool causal = false, anchored = false;
     int rope = 0;    // which table; -1: heads are not rotated
+    float output_scale = 1.0f;  // of the hidden state that it leaves
+    InputGate input;
 };
 
 struct Config {
@@ -104,15 +129,8 @@ struct Config {
     Activation activation;
     int max_length;
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
+    float score_cap = 0.0f, logit_cap = 0.0f;  // that scores and logits are kept within, softly; 0: they are not
     float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
-    int value_dim = 0;            // of a KV head's values
-    // Heads are computed in so many groups, each of heads that share a KV head, no more than a job can have.
-    int groups() const {
-        int n = kv_heads;
-        while (heads % n != 0 || heads / n > kMaxQueries) n += kv_heads;
-        return n;
-    }
-    int kv_head(int group) const { return group * kv_heads / groups(); }
 };
 
 struct RopeTable {
@@ -126,13 +144,14 @@ struct RopeTable {
 struct Weights {
     // Throws std::invalid_argument for what does not fit together.
     Weights(Config config, std::vector<Layer> layers, Matrix embedding, Matrix head, std::vector<float> final_norm,
-        std::vector<RopeTable> ropes);
+        std::vector<RopeTable> ropes, LayerInputs inputs = {});
 
     const Config config;
     const std::vector<Layer> layers;
     const Matrix embedding, head;
     const std::vector<float> final_norm;
     const std::vector<RopeTable> ropes;
+    const LayerInputs inputs;
 
     size_t bytes() const;
 };

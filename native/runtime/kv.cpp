@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <unordered_map>
+#include <utility>
 
 namespace outpace {
 namespace {
@@ -12,7 +13,8 @@ size_t blocks_for(int64_t positions) { return static_cast<size_t>((positions + k
 
 }  // namespace
 
-KV::KV(KVShape shape, int64_t limit, StateShape states) : shape_(shape), limit_(limit), arena_(shape.block()), states_(states) {}
+KV::KV(KVShape shape, int64_t limit, StateShape states)
+    : shape_(std::move(shape)), limit_(limit), arena_(shape_.block()), states_(states) {}
 
 const KV::Row& KV::at(int row) const {
     if (row < 0 || row >= static_cast<int>(rows_.size()) || !rows_[static_cast<size_t>(row)].used)
@@ -175,11 +177,11 @@ void KV::grow(const std::vector<Need>& needs) {
 // A key is spread over its tile of 16 slots: pairs of bf16, floats or bytes, one place of each 16.
 template <class F>
 void KV::each_piece(int slot, const F& f) const {
-    const size_t dim = static_cast<size_t>(shape_.dim_padded()), row = dim * element_bytes(shape_.type);
-    const size_t value_dim = static_cast<size_t>(shape_.value_padded()), value_row = value_dim * element_bytes(shape_.type);
-    const size_t piece = shape_.type == KVType::I8 ? 1 : 4, count = row / piece, at = static_cast<size_t>(slot);
-    for (int layer = 0; layer < shape_.layers; ++layer) {
-        for (int head = 0; head < shape_.heads; ++head) {
+    const size_t piece = shape_.type == KVType::I8 ? 1 : 4, at = static_cast<size_t>(slot);
+    for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
+        const size_t dim = static_cast<size_t>(shape_[layer].dim_padded()), row = dim * element_bytes(shape_.type), count = row / piece;
+        const size_t value_dim = static_cast<size_t>(shape_[layer].value_padded()), value_row = value_dim * element_bytes(shape_.type);
+        for (int head = 0; head < shape_[layer].heads; ++head) {
             const size_t keys = shape_.keys(layer, head), values = shape_.values(layer, head);
             for (size_t i = 0; i < count; ++i) f(keys, at / 16 * 16 * row + (16 * i + at % 16) * piece, piece);
             f(values, at * value_row, value_row);

@@ -19,17 +19,27 @@ struct MemoryLimit : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Layers may differ in their heads; a block has them one after the other.
 struct KVShape {
-    int layers, heads, dim;
+    struct Layer {
+        int heads, dim, value_dim;
+        size_t first;  // where its keys begin in a block
+        int dim_padded() const { return round_up(dim, 16); }
+        int value_padded() const { return round_up(value_dim, 16); }
+    };
     KVType type;
-    int value_dim;
-    int dim_padded() const { return round_up(dim, 16); }
-    int value_padded() const { return round_up(value_dim, 16); }
-    // Bytes of one layer's and head's keys and values in a block.
-    size_t pair() const { return part_bytes(type, dim_padded()) + part_bytes(type, value_padded()); }
-    size_t keys(int layer, int head) const { return (static_cast<size_t>(layer) * heads + head) * pair(); }
-    size_t values(int layer, int head) const { return keys(layer, head) + part_bytes(type, dim_padded()); }
-    size_t block() const { return static_cast<size_t>(layers) * heads * pair(); }
+    std::vector<Layer> layers = {};
+
+    void add(int heads, int dim, int value_dim) { layers.push_back({heads, dim, value_dim, block()}); }
+    const Layer& operator[](int layer) const { return layers[static_cast<size_t>(layer)]; }
+    // Bytes of one head's keys and values in a block.
+    size_t pair(int layer) const { return part_bytes(type, (*this)[layer].dim_padded()) + part_bytes(type, (*this)[layer].value_padded()); }
+    size_t keys(int layer, int head) const { return (*this)[layer].first + static_cast<size_t>(head) * pair(layer); }
+    size_t values(int layer, int head) const { return keys(layer, head) + part_bytes(type, (*this)[layer].dim_padded()); }
+    size_t block() const {
+        const int last = static_cast<int>(layers.size()) - 1;
+        return last < 0 ? 0 : keys(last, layers.back().heads);
+    }
 };
 
 // Rows take blocks as they grow and share them by reference: a row that is to write into a block which others have too

@@ -94,6 +94,8 @@ struct Scratch {
     explicit Scratch(int threads)
         : x(static_cast<size_t>(threads)),
           in(x.size()),
+          router_in(x.size()),
+          expert_in(x.size()),
           gathered(x.size()),
           tiles(x.size()),
           line(x.size()),
@@ -103,6 +105,7 @@ struct Scratch {
     // The first thread's, for a whole chunk: [kChunk][...]; and, for each of the others, [kSolo][...].
     std::vector<Buffer<float>> x;
     std::vector<ActBuffer> in;
+    std::vector<ActBuffer> router_in, expert_in;  // where a mixture's inputs are normed apart
     std::vector<ActBuffer> gathered;  // of a thread: inputs of one expert
     std::vector<Buffer<float>> tiles;  // of a thread: recurrent states of nodes that have children
     std::vector<Buffer<float>> line;  // a thread's own row
@@ -111,6 +114,7 @@ struct Scratch {
     Buffer<float> rotated;            // [kChunk][heads][dim_padded]
     Buffer<float> attended;           // [kChunk][heads][value_padded]
     Buffer<float> y;                  // output and down projections
+    Buffer<float> inputs;             // tokens' inputs for each layer
     ActBuffer heads, middle;          // inputs of the output and down projections
     ActBuffer latents;                // of latent attention: inputs of each head's own products, head after head
     Buffer<float> a;                    // one more product of latent attention and of recurrent layers
@@ -123,8 +127,9 @@ struct Scratch {
     std::vector<std::atomic<int>> finished;  // ranges of a tile's KV head; 0 between layers
     std::vector<Best> bests;          // [thread][kChunk]
 
-    void need_in(const Matrix& m) {  // room in `in` for the inputs of `m`
-        for (size_t i = 0; i < in.size(); ++i) in[i].need(m.acts(), m.groups, i == 0 ? kChunk : kSolo);
+    void need_in(const Matrix& m) { need_in(m, in); }  // room in `in` for the inputs of `m`
+    static void need_in(const Matrix& m, std::vector<ActBuffer>& of) {
+        for (size_t i = 0; i < of.size(); ++i) of[i].need(m.acts(), m.groups, i == 0 ? kChunk : kSolo);
     }
 };
 

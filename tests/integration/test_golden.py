@@ -37,8 +37,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.1, "seed": 2, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
 )
 DRAFTERS = ("ngram", "suffix", "eagle:demo", "suffix+eagle:demo")
-# Kinds of layers, by an architecture that has them: recurrent ones, mixtures of experts, sinks, latents.
-KINDS = ("qwen35", "lfm2", "granitehybrid", "qwen2moe", "gpt-oss", "deepseek2")
+# Kinds of layers, by an architecture that has them: recurrent ones, mixtures, sinks, latents, caps, other heads.
+KINDS = ("qwen35", "lfm2", "granitehybrid", "qwen2moe", "gpt-oss", "deepseek2", "gemma2", "gemma4")
 KV_TYPES = ("bfloat16", "int8", "float32")
 
 

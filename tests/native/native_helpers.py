@@ -102,6 +102,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 100,
         "context": 4096, "experts": 6, "used": 3, "expert_inner": 96,
     } | sizes  # fmt: skip
+    inputs = max(32, BLOCKS[kind][0])  # width of Gemma 4's inputs for each layer
     single = architecture == "nemotron_h"  # scans, feeds, attends ...
     if single:
         s["layers"] = max(3, s["layers"])
@@ -117,6 +118,12 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     attends = [i % 2 == 1 or architecture not in recurrent for i in range(s["layers"])]
     if single:
         attends = [i % 3 == 2 for i in range(s["layers"])]
+    # Gemma 4's layers: every other one sees all, with heads twice as wide, one KV head and no matrix of values; with
+    # more than three of them the last two read what others have stored.
+    full = [architecture == "gemma4" and i % 2 == 1 for i in range(s["layers"])]
+    shares = [architecture == "gemma4" and s["layers"] > 3 and i >= s["layers"] - 2 for i in range(s["layers"])]
+    kv_heads = [1 if wide else s["kv_heads"] for wide in full]
+    widths = [s["head_dim"] * (1 + wide) for wide in full]
     rank, plain, rotated, value = 96, 32, 16, 32  # of latent attention
     if architecture == "deepseek2":
         out.add_head_count_kv(1)
@@ -131,14 +138,27 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         out.add_expert_group_count(2)
         out.add_expert_group_used_count(1)
     else:
-        apart = "lfm2" in architecture or single or architecture == "granitehybrid"
-        out.add_head_count_kv([s["kv_heads"] * each for each in attends] if apart else s["kv_heads"])
-        out.add_key_length(s["head_dim"])
-        out.add_value_length(s["head_dim"])
+        if "lfm2" in architecture or single or architecture == "granitehybrid":
+            out.add_head_count_kv([s["kv_heads"] * each for each in attends])
+        else:
+            out.add_head_count_kv(kv_heads if any(full) else s["kv_heads"])
+        for add in (out.add_key_length, out.add_value_length):
+            add(2 * s["head_dim"] if any(full) else s["head_dim"])
+    if architecture == "gemma4":
+        out.add_key_length_swa(s["head_dim"])
+        out.add_value_length_swa(s["head_dim"])
+        out.add_sliding_window_pattern([not wide for wide in full])
+        out.add_shared_kv_layers(sum(shares))
+        out.add_embedding_length_per_layer_input(inputs)
+        out.add_final_logit_softcapping(1.5)
+        out.add_tensor("rope_freqs.weight", np.where(np.arange(s["head_dim"]) < 5, 1, 1e30).astype(np.float32))
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10000.0)
-    if architecture in ("gemma3", "phi3", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss"):
         out.add_sliding_window(s.get("window", 512))
+    if architecture == "gemma2":  # near enough for both halves of tanh
+        out.add_attn_logit_softcapping(0.5)
+        out.add_final_logit_softcapping(1.5)
 
     if architecture == "mistral3":
         out.add_attn_temperature_scale(0.4)
@@ -200,10 +220,19 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         count, inner = s["experts"], s["expert_inner"]
         at = f"blk.{layer}."
         out.add_tensor(f"{at}ffn_gate_inp.weight", rng.normal(0, 0.3, (count, hidden)).astype(np.float32))
+        joined = mixture.experts["gate"][0][0] == mixture.experts["up"][0][0]
         for part, rows, cols in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            stacked(f"{at}{mixture.experts[part][0][0]}", rows, cols, count)
-            if mixture.shared:
+            if part != "up" or not joined:
+                stacked(
+                    f"{at}{mixture.experts[part][0][0]}", rows * (2 if joined and part == "gate" else 1), cols, count
+                )
+            if mixture.shared and mixture.flag is None:
                 matrix(f"{at}{mixture.shared[part][0]}.weight", rows, cols)
+        for places in mixture.norms.values():
+            vector(f"{at}{places[0][0]}", hidden)
+        for scale, n in ((mixture.router_scale, hidden), (mixture.expert_scale, count)):
+            if scale is not None:
+                vector(f"{at}{scale[0][0]}", n)
         if mixture.shared_gate:
             vector(f"{at}{mixture.shared_gate[0][0]}", hidden, 0.0)
         for part, n in (("router", count), ("gate", count * inner), ("up", count * inner), ("down", count * hidden)):
@@ -238,40 +267,47 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             vector(f"{at}{places[0][0]}", n, around)
         out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
 
-    q, kv, hidden = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"], s["hidden"]
+    hidden = s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
     vector(f"{family.outer['final_norm'][0]}.weight", hidden)
-    sizes = {
-        "q": 2 * q if family.gated else q,
-        "k": kv,
-        "v": kv,
-        "o": hidden,
-        "gate": s["inner"],
-        "up": s["inner"],
-        "down": hidden,
-    }
-    columns = {"o": q, "down": s["inner"]}
-    if family.latent is not None:
-        sizes |= {"q": s["heads"] * (plain + rotated), "k": rank + rotated}
-        columns |= {"q": 64, "o": s["heads"] * value}
-    norms = (
-        {"q_norm": q, "k_norm": kv} if family.norms_over_heads else dict.fromkeys(("q_norm", "k_norm"), s["head_dim"])
-    )
-    if family.latent is not None:
-        norms = {"q_norm": 64, "k_norm": rank}
+    if family.inputs:
+        matrix("per_layer_token_embd.weight", s["vocab"], s["layers"] * inputs)
+        matrix("per_layer_model_proj.weight", s["layers"] * inputs, hidden)
+        vector("per_layer_proj_norm.weight", inputs)
     for i in range(s["layers"]):
+        q, kv = s["heads"] * widths[i], kv_heads[i] * widths[i]
+        sizes = {
+            "q": 2 * q if family.gated else q, "k": kv, "v": kv, "o": hidden, "gate": s["inner"], "up": s["inner"],
+            "down": hidden,
+        }  # fmt: skip
+        norms = {"q_norm": widths[i], "k_norm": widths[i]}
+        if family.norms_over_heads:
+            norms = {"q_norm": q, "k_norm": kv}
+        missing = ("k", "v", "k_norm") if shares[i] else ("v",) if full[i] else ()
         fused: dict[str, list[str]] = {}
+        columns = {"o": q, "down": s["inner"]}
+        if family.latent is not None:
+            sizes |= {"q": s["heads"] * (plain + rotated), "k": rank + rotated}
+            columns |= {"q": 64, "o": s["heads"] * value}
+            norms = {"q_norm": 64, "k_norm": rank}
         dense = mixture is None or (i == 0 and mixture.first is not None)
-        fed = dense and feeds[i]
+        fed = (dense or (mixture is not None and mixture.flag is not None)) and feeds[i]
         parts = [part for part in family.layer if part in families.MATRICES and (fed or part in ("q", "k", "v", "o"))]
+        parts = [part for part in parts if part not in missing]
         for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)
         for name, parts in fused.items():
             matrix(f"blk.{i}.{name}.weight", sum(sizes[part] for part in parts), columns.get(parts[0], hidden))
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
-            there = part == "attn_norm" or not single
+            there = part not in missing and (part == "attn_norm" or not single)
             if part in family.layer and there and (attends[i] or not part.startswith(("q_", "k_"))):
                 vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
+        if family.inputs:
+            matrix(f"blk.{i}.inp_gate.weight", inputs, hidden)
+            matrix(f"blk.{i}.proj.weight", hidden, inputs)
+            vector(f"blk.{i}.post_norm.weight", hidden)
+        if family.output_scale is not None:
+            vector(f"blk.{i}.{family.output_scale[0][0]}", 1)
         if mixture is not None and not dense:
             experts(i, mixture)
         if family.latent is not None:

@@ -35,6 +35,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 120,
+    "sliding_window": 12, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 5.0,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32,
     "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2,
@@ -219,6 +224,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_key_head_dim": 48, "linear_value_head_dim": 96, "linear_num_key_heads": 1,
         "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True,
     }),
+    "gemma2": ("Gemma2", {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 50,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+    }),
     "gemma3": ("Gemma3", {
         "head_dim": 32, "num_hidden_layers": 7, "sliding_window": 12, "query_pre_attn_scalar": 50,
         "rope_parameters": {
@@ -226,23 +235,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
+    "gemma4": ("Gemma4", GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4-wide": ("Gemma4", GEMMA4 | {"global_head_dim": 272, "attention_bias": True, "attention_k_eq_v": True}),
+    "gemma4-inputs": ("Gemma4", GEMMA4 | {
+        "hidden_size_per_layer_input": 24, "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4-experts": ("Gemma4", GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    }),
 }  # fmt: skip
 
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     family, extra = FAMILIES[name]
-    config_class = getattr(
-        transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
-    )
+    text = "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    config_class = getattr(transformers, f"{family}{text}Config")
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**(COMMON | extra | changes)))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():  # nothing at its resting value
             spread = 0.3 if parameter.dim() == 1 else 0.15
             parameter.add_(torch.randn_like(parameter) * spread)
-            if "norm" in parameter_name and family != "Gemma3":
+            if "norm" in parameter_name and family not in ("Gemma2", "Gemma3"):
                 parameter.abs_()
         for buffer_name, buffer in model.named_buffers():
+            if "layer_scalar" in buffer_name:
+                buffer.add_(torch.rand_like(buffer))
             if "e_score_correction_bias" in buffer_name or "expert_bias" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder)
@@ -400,6 +420,7 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_head
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": COMMON | {"head_dim": 16, "sliding_window": 12}, "vision_config": VISION},
+    "Gemma4": {"text_config": COMMON | GEMMA4 | {"pad_token_id": 0}, "vision_config": VISION | {"head_dim": 16}},
     "Mistral3": {
         "text_config": COMMON | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {
             "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4,
@@ -484,7 +505,7 @@ FOLDERS_ALONE = (
 def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Bit for bit: a converter's names, order of rows and metadata describe the same model."""
     family, extra = FAMILIES[name]
-    same = {"query_pre_attn_scalar": 32} if family == "Gemma3" else {}  # the format does not say it
+    same = {"query_pre_attn_scalar": 32} if family in ("Gemma2", "Gemma3") else {}  # the format does not say it
     model = saved(name, tmp_path, **same)
     frequencies = None
     if extra.get("rope_parameters") == LLAMA3:
@@ -579,7 +600,7 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny: Tiny) -> None:
     ("architecture", "kind"),
     [
         (architecture, kind)
-        for architecture in ("llama", "qwen2moe")
+        for architecture in ("llama", "qwen2moe", "gemma4")
         for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32")
     ]
     + [("deepseek2", "Q8_0"), ("deepseek2", "F16")],
@@ -593,4 +614,31 @@ def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
             info.weight_bytes,
             info.kv_bytes_per_position,
         )
+        assert model.kv.bytes_for(64) == 64 * info.kv_bytes_per_position
         model.close()
+
+
+def test_keys_that_nobody_reads_are_left_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Published folders, and files made of them, have matrices of layers that read another one's keys and values."""
+    model, tokens = saved("gemma4-inputs", tmp_path), rng.integers(0, 120, 30)
+    expected = reference(model, tokens)
+    at = "model.layers.4.self_attn."
+    idle = {f"{at}{part}_proj.weight": np.ones((32, 64), np.float32) for part in "kv"}
+    write(tmp_path / "more.safetensors", {**idle, f"{at}k_norm.weight": np.ones(16, np.float32)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "main.safetensors")  # so that both count
+    path = export(model, "gemma4", tmp_path / "m.gguf", extra="blk.4.attn_k.weight")
+    for each in (tmp_path, path):
+        ours = load_native(each, dtype="float32", kv_dtype="float32")
+        assert np.abs(feed(ours, ours.kv.alloc(), tokens) - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-inputs"])
+def test_layers_that_share_keys_store_none(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    with torch.inference_mode():
+        layers = theirs(torch.arange(5)[None], use_cache=True).past_key_values.layers
+    parts = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
+    numbers = sum(part.numel() for part in parts) // 5
+    _, per_position = estimate(tmp_path, dtype="float32", kv_dtype="float32")
+    ours = load_native(tmp_path, dtype="float32", kv_dtype="float32")
+    assert per_position == ours.info.kv_bytes_per_position == ours.kv.bytes_for(64) // 64 == 4 * numbers

@@ -51,7 +51,7 @@ def test_threads(isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("architecture", [family.gguf for family in FAMILIES if family.gguf])
 def test_families(architecture: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Width, chunking, threads and batches, in layers that see a window and in those that see all."""
-    sizes = {"layers": 7, "window": 9} if architecture in ("gemma3", "phi3", "gpt-oss") else {}
+    sizes = {"layers": 7, "window": 9} if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss") else {}
     tokens, other = rng.integers(0, 100, 90).astype(np.int32), rng.integers(0, 100, 30).astype(np.int32)
     results = []
     for threads in (1, 2):
@@ -78,7 +78,16 @@ def tree_paths(parents: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("context", [0, 5, 60, 62, 63, 64, 127, 130])
 @pytest.mark.parametrize(
     ("architecture", "window"),
-    [("llama", 0), ("gemma3", 7), ("olmo2", 0), ("phi3", 9), ("qwen2moe", 0), ("gpt-oss", 9), ("deepseek2", 0)],
+    [
+        ("llama", 0),
+        ("gemma3", 7),
+        ("olmo2", 0),
+        ("phi3", 9),
+        ("qwen2moe", 0),
+        ("gpt-oss", 9),
+        ("deepseek2", 0),
+        ("gemma4", 7),
+    ],
 )
 def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     """Each node of a tree has the logits that it has at the end of its own chain."""

@@ -25,7 +25,9 @@ from outpace.models.options import LoadOptions
 from tests.learned import random_checkpoint
 
 EMULATED = "avx512-amx-emulated"
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "qwen2moe", "glm4moe", "gpt-oss", "deepseek2", "mistral3")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "qwen2moe", "glm4moe", "gpt-oss", "deepseek2", "mistral3",
+)  # fmt: skip
 WIDTHS = (1, 2, 3, 5, 8, 13, 16, 17, 40)
 
 

@@ -1,4 +1,7 @@
-"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json."""
+"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json.
+
+Long because each number is read from both, side by side.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outpace.models import families, metadata, rope
+from outpace.models import families, layer_shapes, metadata, rope
 from outpace.models import latent as latents
 from outpace.models.families import ATTENDING, BIASES, KEYS, Family, Mixture
 from outpace.models.latent import Latent
+from outpace.models.layer_shapes import LayerShape
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
@@ -122,14 +126,14 @@ class Decoder:
     vocab: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
+    by_layer: tuple[LayerShape, ...]  # by layer
     eps: float
     attention_scale: float
     embedding_scale: float
     residual_scale: float  # of what a branch adds
     logit_divisor: float
+    score_cap: float  # that scores are kept within, softly; 0: they are not
+    logit_cap: float
     max_length: int
     ropes: tuple[Rope, ...]
     layer_rope: tuple[int, ...]  # which table, by layer; -1: none
@@ -144,6 +148,8 @@ class Decoder:
     fed: tuple[
         bool, ...
     ] = ()  # of layers that either mix tokens or feed them forward, which do that; empty: all do both
+    input_width: int = 0  # of tokens' inputs for each layer; 0: there are none
+    input_vocab: int = 0  # rows of their table
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
     wrapped: bool = False  # it is the text's part of a model that reads images, too
@@ -153,14 +159,22 @@ class Decoder:
         return len(self.windows)
 
     @property
+    def kv_heads(self) -> int:
+        """Of the first layer, as are the next two."""
+        return self.by_layer[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.by_layer[0].head_dim
+
+    @property
+    def inner(self) -> int:
+        return self.by_layer[0].inner
+
+    @property
     def limit(self) -> int:
         """Positions a row may have: the model's, or those for which its rotations hold."""
         return min([self.max_length, *(table.limit for table in self.ropes if table.limit is not None)])
-
-    @property
-    def value_dim(self) -> int:
-        """Of a KV head; its keys have ``head_dim``."""
-        return self.head_dim if self.latent is None else self.latent.rank
 
     def mixture(self, layer: int) -> Experts | None:
         """What a layer's feed-forward is a mixture of; None: it is dense."""
@@ -170,10 +184,13 @@ class Decoder:
         """What a layer has in the place of attention; None: it attends."""
         return self.recurrence if layer < len(self.recurrent) and self.recurrent[layer] else None
 
-    @property
-    def attends(self) -> int:
-        """How many layers have keys and values."""
-        return self.layers - sum(self.recurrent) - sum(self.fed)
+    def shape(self, layer: int) -> LayerShape:
+        """Of a layer; of one behind the last, the first one's."""
+        return self.by_layer[layer if layer < self.layers else 0]
+
+    def stores(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return self.mixes(layer) and self.state(layer) is None and self.shape(layer).shares < 0
 
     def mixes(self, layer: int) -> bool:
         """Whether a layer has attention, or what stands in its place."""
@@ -185,9 +202,9 @@ class Decoder:
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer; of a mixture, the shared expert's in place of a dense one's."""
-        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
-        experts = self.mixture(layer)
-        inner = 0 if not self.feeds(layer) else self.inner if experts is None else experts.shared
+        own, hidden, experts = self.shape(layer), self.hidden, self.mixture(layer)
+        q, kv = self.heads * own.head_dim, own.kv_heads * own.head_dim
+        inner = 0 if not self.feeds(layer) else own.inner if experts is None else experts.shared
         found: dict[str, tuple[int, int]] = {}
         if not self.mixes(layer):
             pass
@@ -209,7 +226,11 @@ class Decoder:
             found |= {"q_down": (a.q_rank, hidden)} if a.q_rank else {}
         else:
             queries = 2 * q if self.family.gated else q
-            found = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+            found = {"q": (queries, hidden), "o": (hidden, q)}
+            if own.shares < 0:
+                found |= {"k": (kv, hidden)} | ({"v": (kv, hidden)} if own.values else {})
+        if self.input_width:
+            found |= {"input_gate": (self.input_width, hidden), "input_project": (hidden, self.input_width)}
         if inner:
             gate = {"gate": (inner, hidden)} if self.family.activation != "relu2" else {}
             found |= {**gate, "up": (inner, hidden), "down": (hidden, inner)}
@@ -240,6 +261,10 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         if isinstance(each, np.ndarray) and len(some := {int(n) for n in each} - {0}) == 1:
             one = {f"{architecture}.{KEYS[name][_GGUF]}": some.pop()}  # of layers that have some
             facts = Facts(gguf.path.name, {**facts.all, **one}, f"{architecture}.", verdict)
+    for name in ("kv_heads", "inner") if family.varied else ():  # the first layer's; layer_shapes has those of all
+        key = f"{architecture}.{KEYS[name][_GGUF]}"
+        if isinstance(each := gguf.metadata.get(key), np.ndarray) and len(each):
+            facts = Facts(gguf.path.name, {**facts.all, key: int(each[0])}, f"{architecture}.", verdict)
     if family.mixture is None and facts.get("expert_count", 0):
         raise facts.fail("it is a mixture of experts (expert_count)")
     embedding = gguf.info("token_embd.weight").shape
@@ -271,8 +296,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if family.grows:
         original = "rope.scaling.original_context_length"
         ropes = [rope.growing(ropes[0], facts, "attention.temperature_scale", original, longest)]
+    windows = _gguf_windows(facts, family, layers)
+    shapes = layer_shapes.from_gguf(facts, gguf, windows) if family.varied else None
     # What stretches rotations is meant for layers that see all.
-    ropes += [Rope(base, rope.inverse_frequencies(base, head_dim)) for base in bases[1:]]
+    narrow = next((each.head_dim for each, window in zip(shapes or (), windows, strict=False) if window), head_dim)
+    ropes += [Rope(base, rope.inverse_frequencies(base, narrow)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
     fed = _gguf_fed(facts, family, layers, keys, inners)
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
@@ -290,8 +318,10 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
             and family.rotates
             for i in range(layers)
         ],
-        windows=_gguf_windows(facts, family, layers),
-        scale=scalar**-0.5 * wider,
+        windows=windows,
+        shapes=shapes,
+        scale=1.0 if family.unit_scale else scalar**-0.5 * wider,
+        inputs=_gguf_inputs(facts, gguf, family),
         latent=latent,
         biases=tuple(
             part
@@ -350,6 +380,9 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     latent = None if family.latent is None else latents.from_config(facts, family.latent)
     head_dim = _head_dim(facts, _FOLDER) if latent is None else latent.rank + latent.rotated
     rotated = _rotated(facts, family, layers)
+    windows = _folder_windows(facts, family, rotated)
+    shapes = layer_shapes.from_config(facts, windows) if family.varied else None
+    width = facts.whole(family.inputs, 0, least=0) if family.inputs else 0
     scalar = facts.number("query_pre_attn_scalar") if family.query_scalar else float(head_dim)
     scalar = scalar if latent is None else latent.plain + latent.rotated
     return _decoder(
@@ -358,10 +391,14 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         family,
         vocab=facts.whole("vocab_size"),
         head_dim=head_dim,
-        ropes=_folder_ropes(facts, family, head_dim if latent is None else latent.rotated),
+        ropes=_folder_ropes(
+            facts, family, _widths(family, shapes, windows, head_dim if latent is None else latent.rotated)
+        ),
         rotated=rotated,
-        windows=_folder_windows(facts, family, rotated),
-        scale=scalar**-0.5 * (1.0 if latent is None else latents.wider(facts)),
+        windows=windows,
+        shapes=shapes,
+        scale=1.0 if family.unit_scale else scalar**-0.5 * (1.0 if latent is None else latents.wider(facts)),
+        inputs=(width, facts.whole("vocab_size_per_layer_input") if width else 0),
         latent=latent,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
@@ -405,7 +442,9 @@ def _decoder(
     ropes: Sequence[Rope],
     rotated: Sequence[bool],
     windows: Sequence[int],
+    shapes: tuple[LayerShape, ...] | None,
     scale: float,
+    inputs: tuple[int, int],
     biases: tuple[str, ...],
     tied: bool,
     mixture: tuple[Experts | None, tuple[bool, ...]],
@@ -427,24 +466,32 @@ def _decoder(
         key = KEYS[name][spelling]
         return default if spelling == _GGUF and facts.get(key) == 0 else facts.number(key, default)
 
+    def cap(name: str) -> float:
+        key, absent = KEYS[name][spelling], family.caps.get(name, 0.0) if spelling == _GGUF else 0.0
+        off = name not in family.caps or facts.get(key, absent) == 0
+        return 0.0 if off else facts.number(key, absent)
+
     hidden, heads = whole("hidden"), whole("heads")
     kv_heads = whole("kv_heads", heads) if latent is None else 1
-    if heads % kv_heads or head_dim % 2:
-        raise facts.fail(f"{heads} heads, {kv_heads} KV heads of {head_dim} do not fit together")
+    inner = _adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner")
+    shapes = shapes or (LayerShape(kv_heads, head_dim, inner),) * len(windows)
+    for each in shapes:
+        if heads % each.kv_heads or each.head_dim % 2:
+            raise facts.fail(f"{heads} heads, {each.kv_heads} KV heads of {each.head_dim} do not fit together")
     tables = [int(window > 0 and len(ropes) > 1) for window in windows]
     return Decoder(
         family=family,
         vocab=vocab,
         hidden=hidden,
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        inner=_adjusted(facts, whole("inner")) if spelling and family.adjusts_inner else whole("inner"),
+        by_layer=shapes,
         eps=facts.number(KEYS["eps"][spelling]),
         attention_scale=factor("attention_scale", scale),
         embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
         residual_scale=factor("residual_scale", 1.0),
         logit_divisor=factor("logit_divisor", 1.0),
+        score_cap=cap("score_cap"),
+        logit_cap=cap("logit_cap"),
         max_length=whole("max_length"),
         ropes=tuple(ropes),
         layer_rope=tuple(table if turns else -1 for table, turns in zip(tables, rotated, strict=True)),
@@ -457,6 +504,8 @@ def _decoder(
         recurrence=nets[0],
         recurrent=nets[1],
         fed=fed,
+        input_width=inputs[0],
+        input_vocab=inputs[1],
         norms=norms,
         beyond=beyond,
         wrapped=wrapped,
@@ -465,8 +514,10 @@ def _decoder(
 
 def _folder_experts(facts: Facts, rule: Mixture | None, layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a folder's mixtures are, and which layers are mixtures."""
+    if rule is None or (rule.flag is not None and not facts.get(rule.flag)):
+        return None, ()
     kinds = facts.get("layer_types") or []
-    if rule is None or (rule.optional and (facts.get(rule.count) == 0 or ("mlp" in kinds and "moe" not in kinds))):
+    if rule.optional and (facts.get(rule.count) == 0 or ("mlp" in kinds and "moe" not in kinds)):
         return None, ()
     first = facts.whole(rule.first, least=0) if rule.first else 0
     last = facts.whole(rule.last, least=-1) if rule.last else -1
@@ -513,7 +564,7 @@ def _gguf_experts(
 ) -> tuple[Experts | None, tuple[bool, ...]]:
     """What a GGUF file's mixtures are, and which layers are mixtures: of ``fed``, where that is not empty, some. Sizes
     are the tensors'; a key that says another is refused."""
-    if rule is None:
+    if rule is None or (rule.flag is not None and not facts.get("expert_count")):
         return None, ()
     if rule.optional and not facts.get("expert_count", 0):
         inner = facts.whole("feed_forward_length")
@@ -542,12 +593,15 @@ def _gguf_experts(
     sizes = [shape for name in names if (shape := _shape(gguf, name))]
     if not sizes:
         raise facts.fail(f"it has no tensor {names[0]!r}, so the model is incomplete")
-    inner, shared = sizes[0][-2], 0
+    gate, up = (rule.experts[part][_GGUF][0] if part in rule.experts else None for part in ("gate", "up"))
+    joined = gate == up and names[0] in gguf.tensors
+    inner, shared = sizes[0][-2] // (2 if joined else 1), 0
     if rule.shared and (size := _shape(gguf, f"blk.{mixed.index(True)}.{rule.shared['up'][_GGUF]}.weight")):
         shared = size[0]
     said = {"expert_feed_forward_length": inner}
     said |= {"expert_shared_feed_forward_length": shared} if rule.shared else {}
     said |= {"feed_forward_length": inner} if rule.inner == KEYS["inner"][_FOLDER] else {}
+    said |= {"feed_forward_length": shared} if rule.shared_inner == KEYS["inner"][_FOLDER] else {}
     said |= {"expert_shared_count": shared // inner if rule.shared_count else 1} if rule.shared else {}
     for key, value in said.items():
         if facts.whole(key, value, least=0) != value:
@@ -751,7 +805,7 @@ def _gguf_windows(facts: Facts, family: Family, layers: int) -> list[int]:
     rule = family.windows
     if rule is None or rule.flag is not None:
         return [0] * layers
-    window = facts.whole(KEYS["window"][_GGUF], 0, least=0)
+    window = facts.whole(KEYS["window"][_GGUF], rule.gguf_size, least=0)
     if rule.every or window == 0:
         return [window] * layers
     pattern = facts.get(KEYS["full_every"][_GGUF])
@@ -793,9 +847,17 @@ def _folder_windows(facts: Facts, family: Family, rotated: Sequence[bool]) -> li
     else:
         every = facts.whole(KEYS["full_every"][_FOLDER], rule.full_every) if rule.full_every_key else rule.full_every
         windowed = [(i + 1) % every != 0 for i in range(layers)]
+    if rule.last_full:
+        windowed[-1] = False
     if any(windowed) and not there:
         raise facts.fail("some of its layers see a window (layer_types), and sliding_window does not say how long")
     return [window if each else 0 for each in windowed]
+
+
+def _gguf_inputs(facts: Facts, gguf: GGUFFile, family: Family) -> tuple[int, int]:
+    """The width of tokens' inputs for each layer, and the rows of their table."""
+    width = facts.whole("embedding_length_per_layer_input", 0, least=0) if family.inputs else 0
+    return (width, gguf.info(f"{family.outer['inputs_table'][_GGUF]}.weight").shape[0]) if width else (0, 0)
 
 
 def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
@@ -815,8 +877,16 @@ def _rotated(facts: Facts, family: Family, layers: int) -> list[bool]:
     return [bool(turns) for turns in listed]
 
 
-def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
-    """A table for each that the family has."""
+def _widths(family: Family, shapes: tuple[LayerShape, ...] | None, windows: Sequence[int], head_dim: int) -> list[int]:
+    """Of the heads that each of the family's tables rotates."""
+    found = [head_dim] * len(family.ropes)
+    for shape, window in zip(shapes or (), windows, strict=False):
+        found[1 if window else 0] = shape.head_dim
+    return found
+
+
+def _folder_ropes(facts: Facts, family: Family, widths: Sequence[int]) -> list[Rope]:
+    """A table for each that the family has, for heads of ``widths``."""
     stretch, parameters = facts.part("rope_scaling"), facts.part("rope_parameters")
     several = len(family.ropes) > 1
     original, longest = facts.get("original_max_position_embeddings"), facts.whole("max_position_embeddings")
@@ -831,7 +901,7 @@ def _folder_ropes(facts: Facts, family: Family, head_dim: int) -> list[Rope]:
             entries |= stretch.all or parameters.all
         if original is not None:
             entries["original_max_position_embeddings"] = original
-        table = rope.from_config(facts.about(entries), head_dim, family.rotates_part, longest)
+        table = rope.from_config(facts.about(entries), widths[i], family.rotates_part, longest)
         if family.grows:
             growth, there = "llama_4_scaling_beta", "original_max_position_embeddings"
             table = rope.growing(table, facts.about(entries), growth, there, longest)

@@ -43,6 +43,8 @@ KEYS: Names = {
     "embedding_scale": ("embedding_scale", "embedding_multiplier"),
     "residual_scale": ("residual_scale", "residual_multiplier"),
     "logit_divisor": ("logit_scale", "logits_scaling"),
+    "score_cap": ("attn_logit_softcapping", "attn_logit_softcapping"),
+    "logit_cap": ("final_logit_softcapping", "final_logit_softcapping"),
 }
 
 SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logit_divisor")  # of ``KEYS``
@@ -84,10 +86,12 @@ class Windows:
     every: bool = False  # all layers; else config.json's layer_types and GGUF's pattern say which
     full_every: int = 0  # where they do not say: every so-many-th layer sees all; 0: none does
     full_every_key: bool = True  # config.json may say another number
+    last_full: bool = False  # in folders the last layer sees all, whatever they say
     flag: str | None = None  # a key of config.json without which there are none; GGUF files then have none, too
     first: str | None = None  # a key of config.json: the first windowed layer, where layer_types does not say
     unrotated: bool = False  # where it does not say, layers without rotation have one
     every_other_below: str | None = None  # a key: where it does not say, every other layer before that one, from 0 on
+    gguf_size: int = 0  # where a GGUF file does not say it; 0: there are none then
 
 
 _EXPERTS: Mapping[str, Places] = {
@@ -118,6 +122,11 @@ class Mixture:
     choice_flag: str | None = None  # ... unless this key of config.json is false
     biases: Mapping[str, Places] = field(default_factory=dict)  # of "router", "gate", "up" and "down"
     woven: bool = False  # Hugging Face has inputs by outputs, of gate and up in turn
+    flag: str | None = None  # a key of config.json without which no layer is one
+    # Norms without an offset, by the runtime's names: see ``Experts`` in native/model/weights.h.
+    norms: Mapping[str, Places] = field(default_factory=dict)
+    router_scale: Places | None = None  # the router reads its input under this norm, times hidden^-0.5
+    expert_scale: Places | None = None  # of the weights, by expert
     mxfp4: bool = False  # or, in a quantised folder, outputs by blocks of inputs, and scales of these blocks
     count: str = "num_experts"
     optional: bool = False  # where there are none of them, all layers are dense
@@ -288,6 +297,11 @@ class Family:
     single: bool = False
     layers: str = SPELLINGS[1]  # of a part of a layer, in folders
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
+    unit_scale: bool = False  # scores are not scaled
+    varied: bool = False  # layers differ in their heads (``layer_shapes``)
+    value_norm: bool = False  # each head's values are normed, without weights
+    output_scale: Places | None = None  # one number a layer, of what it leaves
+    inputs: str | None = None  # the key of the width of tokens' inputs for each layer; 0: there are none
     norms_over_heads: bool = False  # norms of queries and keys run over all heads at once
     interleaved: bool = False  # GGUF stores rows of queries and keys as 0 d/2 1 d/2+1 ... of each head
     activation: str = "silu"  # or "gelu_tanh", or "clamped_silu": gpt-oss's; or "relu2", of layers without a gate
@@ -297,6 +311,9 @@ class Family:
     biases: tuple[str, ...] = BIASES  # that a folder's model may have; GGUF files have any of ``BIASES``
     bias_flag: str | None = "attention_bias"  # the key of config.json without which there are none; None: always
     scales: tuple[str, ...] = ()  # those of ``SCALES`` that its files may give
+    # "score_cap", "logit_cap": what its files may keep within a bound, softly, and the bound of a file that says none.
+    caps: Mapping[str, float] = field(default_factory=dict)
+    modules: bool = False  # the Transformers backend runs transformers' modules and reads GGUF files as those say
     width_scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
     query_scalar: bool = False  # config.json has query_pre_attn_scalar^-0.5 for head_dim^-0.5
     wide_scalar_layers: int = 0  # a GGUF file of so many layers has (hidden / heads)^-0.5 for it
@@ -313,6 +330,18 @@ class Family:
         """What layers have that do not attend; None: all do."""
         return self.delta or self.conv or self.scan
 
+
+# Tensors of tokens' inputs for each layer, beside a layer's and outside of them.
+_INPUTS: Names = {
+    "input_gate": ("inp_gate", "per_layer_input_gate"),
+    "input_project": ("proj", "per_layer_projection"),
+    "input_norm": ("post_norm", "post_per_layer_input_norm"),
+}
+_INPUTS_OUTER: Names = {
+    "inputs_table": ("per_layer_token_embd", "model.embed_tokens_per_layer"),
+    "inputs_project": ("per_layer_model_proj", "model.per_layer_model_projection"),
+    "inputs_norm": ("per_layer_proj_norm", "model.per_layer_projection_norm"),
+}
 
 # How layer_types calls layers that attend, among state spaces.
 ATTENDING = ("full_attention", "attention")
@@ -469,6 +498,22 @@ FAMILIES = (
         },
     ),
     Family(
+        "gemma2", "Gemma2ForCausalLM", "gemma2",
+        {
+            **_LAYER, **_NORMS_AFTER,
+            "attn_norm": ("attn_norm", "input_layernorm"), "ffn_norm": ("ffn_norm", "pre_feedforward_layernorm"),
+        },
+        "gemma2", windows=Windows(full_every=2, full_every_key=False, gguf_size=4096), norm_offset=1.0,
+        activation="gelu_tanh", activation_key="hidden_activation", width_scales_embedding=True, query_scalar=True,
+        wide_scalar_layers=46, caps={"score_cap": 50.0, "logit_cap": 30.0}, modules=True,
+        absent={
+            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    Family(
         "gemma3", "Gemma3ForCausalLM", "gemma3_text",
         {
             **_LAYER, **_NORMS_AFTER, **_QK_NORMS,
@@ -486,6 +531,49 @@ FAMILIES = (
             "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
+        },
+    ),
+    Family(
+        "gemma4", "Gemma4ForCausalLM", "gemma4_text",
+        {
+            **_LAYER, **_NORMS_AFTER, **_QK_NORMS, **_INPUTS,
+            "attn_norm": ("attn_norm", "input_layernorm"), "ffn_norm": ("ffn_norm", "pre_feedforward_layernorm"),
+        },
+        "gemma4",
+        ropes=(RopeSource(1e6), RopeSource(1e4, "rope.freq_base_swa", layers="sliding_attention")),
+        windows=Windows(full_every=6, full_every_key=False, last_full=True), activation="gelu_tanh",
+        activation_key="hidden_activation", width_scales_embedding=True, unit_scale=True, varied=True, value_norm=True,
+        output_scale=(("layer_output_scale.weight",), ("layer_scalar",)), caps={"logit_cap": 0.0}, modules=True,
+        inputs="hidden_size_per_layer_input", outer={**OUTER, **_INPUTS_OUTER},
+        mixture=Mixture(
+            router=(("ffn_gate_inp.weight",), ("router.proj.weight",)),
+            experts={
+                "gate": (("ffn_gate_up_exps.weight", "ffn_gate_exps.weight"), ("experts.gate_up_proj",)),
+                "up": (("ffn_gate_up_exps.weight", "ffn_up_exps.weight"), ("experts.gate_up_proj",)),
+                "down": (("ffn_down_exps.weight",), ("experts.down_proj",)),
+            },
+            shared={part: _LAYER[part] for part in ("gate", "up", "down")}, flag="enable_moe_block",
+            norms={
+                "norm": (("pre_ffw_norm_2.weight",), ("pre_feedforward_layernorm_2.weight",)),
+                "post_norm": (("post_ffw_norm_2.weight",), ("post_feedforward_layernorm_2.weight",)),
+                "shared_post_norm": (("post_ffw_norm_1.weight",), ("post_feedforward_layernorm_1.weight",)),
+            },
+            router_scale=(("ffn_gate_inp.scale",), ("router.scale",)),
+            expert_scale=(("ffn_down_exps.scale",), ("router.per_expert_scale",)), used="top_k_experts",
+            shared_inner="intermediate_size",
+        ),
+        requires={"use_bidirectional_attention": (None, "vision")},
+        absent={
+            "tie_word_embeddings": True, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
+            "hidden_activation": "gelu_pytorch_tanh", "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": 262144, "max_position_embeddings": 131072, "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     Family(
@@ -854,6 +942,7 @@ FAMILIES = (
 # the family that its text is computed as; None: text_config says.
 WRAPPERS: Mapping[str, str | None] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "LlavaForConditionalGeneration": None,
     "LlavaNextForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
@@ -869,7 +958,10 @@ TEXT_TENSORS = (
 )  # fmt: skip
 IMAGE_TENSORS = tuple(
     f"{prefix}{part}" for prefix in ("", "model.")
-    for part in ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
+    for part in (
+        "visual.", "vision_tower.", "multi_modal_projector.", "image_newline", "embed_vision.", "audio_tower.",
+        "embed_audio.",
+    )
 )  # fmt: skip
 
 

@@ -387,7 +387,7 @@ def _gguf_reader(gguf: GGUFFile) -> Any:
 def _own_family(gguf: GGUFFile) -> bool:
     """Whether ours is the reader of a file for the Transformers backend: of dense models of known families."""
     family = _file_family(gguf)
-    return family is not None and family.mixture is None
+    return family is not None and family.mixture is None and not family.modules
 
 
 def _load_gguf(source: Source, gguf: GGUFFile, options: LoadOptions) -> tuple[Model, Tokenizer]:

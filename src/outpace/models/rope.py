@@ -56,7 +56,7 @@ def from_config(facts: Facts, width: int, part: bool, longest: int) -> Rope:
     share = facts.number("partial_rotary_factor", 1.0)
     if part:
         width = int(width * share)
-    elif share != 1 and kind != "default":  # transformers leaves it out of plain rotations
+    elif share != 1 and kind not in ("default", "proportional"):  # transformers leaves it out of plain rotations
         raise facts.fail(f"its partial_rotary_factor is {share:g}, where its family rotates whole heads")
     return KINDS[kind](facts, facts.number("rope_theta"), width, longest)
 
@@ -107,7 +107,7 @@ def from_gguf(
         if by is not None and (by.shape != frequencies.shape or not (by > 0).all()):
             raise facts.fail(f"{name} does not fit its {len(frequencies)} frequencies")
     if divisors is not None:
-        frequencies = frequencies / divisors
+        frequencies = np.where(divisors < 1e30, frequencies / divisors, np.float32(0))  # 1e30: it is not rotated
     limit = None
     if short is not None:
         if stretch != 1:
@@ -129,6 +129,14 @@ def growing(table: Rope, facts: Facts, growth: str, original: str, longest: int)
 
 def _default(facts: Facts, base: float, width: int, longest: int) -> Rope:
     return Rope(base, inverse_frequencies(base, width))
+
+
+def _proportional(facts: Facts, base: float, width: int, longest: int) -> Rope:
+    """Gemma 4's: the first part of the angles of a whole head; the rest stand still."""
+    angles = int(facts.number("partial_rotary_factor", 1.0) * width // 2)
+    frequencies = inverse_frequencies(base, width) / np.float32(facts.number("factor", 1.0))
+    frequencies[angles:] = 0
+    return Rope(base, frequencies)
 
 
 def _linear(facts: Facts, base: float, width: int, longest: int) -> Rope:
@@ -204,4 +212,5 @@ def _stretched_by_turns(
 
 KINDS: dict[str, Callable[[Facts, float, int, int], Rope]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope, "yarn": _yarn,
+    "proportional": _proportional,
 }  # fmt: skip

@@ -52,7 +52,9 @@ def estimate(
         if model.mixture(i) is not None:
             matrices += [(weights.experts(i, name), target) for name in weights.expert_parts]
             matrices.append((weights.router(i), "f32"))
-    matrices += [(weights.matrix(None, name), target) for name in ("embedding", *(() if model.tied else ("head",)))]
+    inputs = ("inputs_table", "inputs_project") if model.input_width else ()
+    outer = ("embedding", *(() if model.tied else ("head",)), *inputs)
+    matrices += [(weights.matrix(None, name), target) for name in outer]
     total = 0
     for stored, to in matrices:
         kept = to == "keep" or stored.type not in _PLAIN
@@ -71,7 +73,11 @@ def estimate(
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: int8 has a float32 scale for each head's key, and value."""
     each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
-    return model.attends * model.kv_heads * ((model.head_dim + model.value_dim) * each + more)
+    total = 0
+    for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
+        values = shape.head_dim if model.latent is None else model.latent.rank
+        total += shape.kv_heads * ((shape.head_dim + values) * each + more)
+    return total
 
 
 def open_weights(
@@ -97,8 +103,8 @@ def open_weights(
     else:
         model = decoders.from_folder(Path(path), _VERDICT)
         weights = tensors.of_folder(Path(path), model)
-    if model.head_dim > MAX_HEAD:
-        raise ModelError(f"{weights.name} {_VERDICT}: its heads are {model.head_dim} wide, and {MAX_HEAD} is the most")
+    if (widest := max(shape.head_dim for shape in model.by_layer)) > MAX_HEAD:
+        raise ModelError(f"{weights.name} {_VERDICT}: its heads are {widest} wide, and {MAX_HEAD} is the most")
     if (a := model.latent) is not None and (a.rank % 16 or a.value % 16):
         sizes = f"latent vectors of {a.rank} numbers and values of {a.value}"
         raise ModelError(f"{weights.name} {_VERDICT}: it has {sizes}, where multiples of 16 are supported")
@@ -169,9 +175,11 @@ class _Parts:
     def layer(self, i: int) -> dict[str, Any]:
         model, weights = self._model, self._weights
         reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
-        layer: dict[str, Any] = {"window": 0, "rope": 0}
+        shape = model.shape(i)
+        layer: dict[str, Any] = {"window": 0, "rope": 0, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         if i < model.layers:
-            layer = {"window": model.windows[i], "rope": model.layer_rope[i]}
+            layer |= {"window": model.windows[i], "rope": model.layer_rope[i], "shares": shape.shares}
+            layer["output_scale"] = weights.output_scale(i)
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
@@ -190,6 +198,11 @@ class _Parts:
             }  # fmt: skip
         elif model.family.gated:
             layer["gated"] = True
+        if model.input_width:
+            layer["input"] = {
+                "gate": layer.pop("input_gate"), "project": layer.pop("input_project"),
+                "norm": weights.vector(i, "input_norm"),
+            }  # fmt: skip
         if (experts := model.mixture(i)) is not None:
             joined = {name: weights.experts(i, name) for name in weights.expert_parts}
             router = weights.router(i)
@@ -203,7 +216,24 @@ class _Parts:
                 **weights.mixture_vectors(i),
             }  # fmt: skip
         vectors = {name: weights.vector(i, name) for name in _VECTORS} | {"sinks": weights.sinks(i)}
+        if model.family.value_norm and shape.shares < 0:
+            vectors["v_norm"] = np.ones(shape.head_dim, np.float32)
+            if not shape.values:
+                vectors["v_bias"] = vectors["k_bias"]
         return layer | {name: values for name, values in vectors.items() if values is not None}
+
+    def inputs(self) -> dict[str, Any] | None:
+        """Tokens' inputs for each layer; None: there are none."""
+        model, weights = self._model, self._weights
+        if not model.input_width:
+            return None
+        wide = model.layers * model.input_width
+        table, project = (weights.matrix(None, name) for name in ("inputs_table", "inputs_project"))
+        return {
+            "width": model.input_width, "norm": weights.vector(None, "inputs_norm"),
+            "table": self.matrix(table, model.input_vocab, wide, "the table of layers' inputs"),
+            "project": self.matrix(project, wide, model.hidden, "the projection to layers' inputs"),
+        }  # fmt: skip
 
     def config(self, longest: int) -> dict[str, Any]:
         model = self._model
@@ -213,12 +243,13 @@ class _Parts:
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
-            "value_dim": model.value_dim,
             "ffn": model.inner,
             "eps": model.eps,
             "attention_scale": model.attention_scale,
             "embedding_scale": model.embedding_scale,
             "residual_scale": model.residual_scale,
+            "score_cap": model.score_cap,
+            "logit_cap": model.logit_cap,
             "activation": model.family.activation,
             "max_length": longest,
         }
@@ -239,4 +270,4 @@ def _assemble(model: Decoder, weights: Weights, target: str, longest: int, make:
         head = parts.matrix(weights.matrix(None, "head"), model.vocab, model.hidden, "the output head")
     norm = weights.vector(None, "final_norm")
     assert norm is not None
-    return _native.Weights(parts.config(longest), layers, embedding, head, norm, parts.ropes)
+    return _native.Weights(parts.config(longest), layers, embedding, head, norm, parts.ropes, parts.inputs())

@@ -256,6 +256,7 @@ def described(module: Any) -> bool:
     config = module.config
     if (
         family is None
+        or family.modules
         or (family.mixture is not None and not (family.mixture.optional and not getattr(config, family.mixture.count)))
         or (family.scan is not None and set(config.layer_types) - {*ATTENDING})
         or (family.rotates_if is not None and getattr(config, family.rotates_if[0]) != family.rotates_if[1])

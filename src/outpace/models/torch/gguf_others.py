@@ -24,6 +24,7 @@ from outpace.models.weights.gguf import GGUFFile
 # What transformers' own names hide: a file's architecture -> their model type.
 _TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 _NO_DECODERS = ("general", "tokenizer", "t5", "umt5")
+_UNREAD = ("gemma4",)  # layers differ in their heads, which transformers' reader does not take
 _OURS = ("mistral", "gemma3_text")  # transformers' names for files that name a family of ours
 _LARGEST_GEMMA2 = 46  # layers; the one whose attention is scaled by hidden / heads (llama.cpp, LLM_TYPE_27B)
 # Metadata that changes the arithmetic, and where a configuration says the same.
@@ -62,7 +63,7 @@ def _known(gguf: GGUFFile) -> Facts:
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     kind = _TYPES.get(gguf.architecture, gguf.architecture)
-    if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in _NO_DECODERS:
+    if kind not in GGUF_SUPPORTED_ARCHITECTURES or kind in (*_NO_DECODERS, *_UNREAD):
         known = sorted(architectures(GGUF_SUPPORTED_ARCHITECTURES))
         raise meta.fail(
             f"the architecture {gguf.architecture!r} is not supported from GGUF (with transformers "
@@ -74,8 +75,9 @@ def _known(gguf: GGUFFile) -> Facts:
 def architectures(supported: Iterable[str]) -> set[str]:
     """What files of served models have as general.architecture; ``supported``: transformers' names of them."""
     files = {name: architecture for architecture, name in _TYPES.items()}
-    own = {family.gguf for family in FAMILIES if family.gguf and not (family.recurrent or family.mixture)}
-    return own | {files.get(name, name) for name in supported if name not in (*_NO_DECODERS, *_OURS)} - RECURRENT
+    own = {each.gguf for each in FAMILIES if each.gguf and not (each.recurrent or each.mixture or each.modules)}
+    others = {*supported} - {*_NO_DECODERS, *_UNREAD, *_OURS}
+    return own | {files.get(name, name) for name in others} - RECURRENT
 
 
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:

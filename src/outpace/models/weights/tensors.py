@@ -60,7 +60,17 @@ class Weights:
     def unused(self) -> list[str]:
         """Tensors that are not read: with them the decoder would compute something else."""
         left = self._tensors.keys() - {full for full, *_ in self._every()} - _BESIDE[self._spelling]
-        return sorted(name for name in left if not name.endswith(_DERIVED) and not self._drafts(name))
+        return sorted(
+            name for name in left if not name.endswith(_DERIVED) and not self._drafts(name) and not self._idle(name)
+        )
+
+    def _idle(self, name: str) -> bool:
+        """Whether a tensor makes keys and values of a layer that reads another's."""
+        found = _NUMBER[self._spelling].match(name)
+        if found is None or int(found[1]) >= self._decoder.layers or self._decoder.shape(int(found[1])).shares < 0:
+            return False
+        names = [self._decoder.family.layer[part][self._spelling] for part in ("k", "v", "k_norm")]
+        return name in {f"{self._spelled(int(found[1]), each)}.weight" for each in names}
 
     def _drafts(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which only drafts."""
@@ -168,7 +178,15 @@ class Weights:
 
     def _names(self, layer: int) -> Names:
         """Of a layer's parts, the experts' aside; of a mixture, the shared expert's in place of a dense one's."""
-        family, absent = self._decoder.family, () if self._decoder.norms else ("q_norm", "k_norm")
+        family, absent = self._decoder.family, list[str]()
+        if not self._decoder.norms:
+            absent += ["q_norm", "k_norm"]
+        if not self._decoder.input_width:
+            absent += ["input_gate", "input_project", "input_norm"]
+        if (shape := self._decoder.shape(layer)).shares >= 0:
+            absent += ["k", "v", "k_norm"]
+        elif not shape.values:
+            absent.append("v")
         names = {part: both for part, both in family.layer.items() if part not in absent}
         if self._decoder.fed:
             other = ("up", "down", "ffn_norm") if self._decoder.mixes(layer) else ("q", "k", "v", "o", "attn_norm")
@@ -355,6 +373,12 @@ class Weights:
         count, inner, found = experts.count, experts.inner, {}
         if mixture.choice_bias is not None and experts.chosen_by_bias:
             found["choice_bias"] = self._numbers(layer, mixture.choice_bias, count)
+        found |= {name: self._numbers(layer, places, self._decoder.hidden) for name, places in mixture.norms.items()}
+        if mixture.router_scale is not None:
+            scale = np.float32(self._decoder.hidden**-0.5)
+            found["router_norm"] = self._numbers(layer, mixture.router_scale, self._decoder.hidden) * scale
+        if mixture.expert_scale is not None:
+            found["expert_scale"] = self._numbers(layer, mixture.expert_scale, count)
         for part, places in mixture.biases.items():
             if part == "router":
                 values = self._numbers(layer, places, count)
@@ -373,6 +397,13 @@ class Weights:
         """A layer's sinks, float32 [heads]; None: its family has none. Raises ModelError when they are missing."""
         places = self._decoder.family.sinks
         return None if places is None else self._numbers(layer, places, self._decoder.heads)
+
+    def output_scale(self, layer: int) -> float:
+        """What a layer's output is multiplied by. Raises ModelError when a folder does not say it."""
+        places = self._decoder.family.output_scale
+        if places is None or (self._spelling == 0 and self._first(layer, places) not in self._tensors):
+            return 1.0
+        return float(self._numbers(layer, places, 1)[0])
 
     def _woven_with(self, name: str) -> bool:
         """Whether a recurrent layer's matrix has its tensor together with another one."""
@@ -506,7 +537,8 @@ class Weights:
             if full.endswith(_BLOCKS):
                 yield _scales(full)
         sinks = self._decoder.family.sinks
-        for place in (mixture.router, mixture.shared_gate, mixture.choice_bias, *mixture.biases.values(), sinks):
+        one = (mixture.router, mixture.shared_gate, mixture.choice_bias, mixture.router_scale, mixture.expert_scale)
+        for place in (*one, *mixture.norms.values(), *mixture.biases.values(), sinks):
             if place is not None:
                 yield self._first(layer, place)
 
@@ -533,7 +565,9 @@ class Weights:
                     spellings = (SPELLINGS[0], self._decoder.family.layers)
                     ours, place = (spellings[i].format(layer, names[part][i]) for i in (column, 1))
                     yield f"{ours}.{kind}", f"{place}.{kind}", part
-            for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer)):
+            scale = self._decoder.family.output_scale
+            beside = [] if scale is None else [self._first(layer, scale)]
+            for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer), *beside):
                 yield full, full, "experts"
 
 
