@@ -113,8 +113,10 @@ def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
     rule = None if family is None else family.recurrent
     if rule is None:
         return ()
-    make: Any = DeltaNet if isinstance(rule, families.DeltaNet) else ShortConv
     layers = [i for i, attends in enumerate(attending_layers(module)) if not attends]
+    if layers and isinstance(rule, families.StateSpace):
+        raise ModelError("it has state spaces, which the native backend alone has")
+    make: Any = DeltaNet if isinstance(rule, families.DeltaNet) else ShortConv
     return tuple(make(module, rule, layer, place, join) for place, layer in enumerate(layers))
 
 
@@ -123,7 +125,7 @@ def attending_layers(module: Any) -> list[bool]:
     family, count = families.of_class(type(module).__name__), len(module.model.layers)
     if family is None or family.recurrent is None:
         return [True] * count
-    return [kind == "full_attention" for kind in module.config.layer_types]
+    return [kind in families.ATTENDING for kind in module.config.layer_types]
 
 
 def state_shape(module: Any, found: Sequence[Mixer]) -> StateShape | None:
