@@ -163,20 +163,13 @@ def models() -> str:
             torch = "layers that attend alone" if not family.single else ""
         elif family.modules or family.latent or family.grows or family.mixture is not None:
             torch = "transformers' modules"
-        if family.delta or family.conv:
+        if family.delta or family.conv or family.varied:
             torch += ", folders"
         rows.append(
             (family.name, _code(family.model, *wrapped), files, _kinds(family), torch, "`mtp`" if family.heads else "")
         )
-    head = (
-        "family",
-        "classes in folders",
-        "`general.architecture` in GGUF",
-        "layers",
-        "Transformers backend",
-        "in its files",
-    )
-    return _rows(head, rows)
+    head = ("family", "classes in folders", "`general.architecture` in GGUF", "layers", "Transformers backend")
+    return _rows((*head, "drafts"), rows)
 
 
 def types() -> str:
