@@ -18,12 +18,14 @@ from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from outpace import _native
 from outpace.cli.app import NAMES, command
 from outpace.cli.command import Command
 from outpace.common.parameter import definitions
 from outpace.drafters.catalogue import METHODS
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
+from outpace.models.families import FAMILIES, WRAPPERS, Family
 from outpace.models.options import LoadOptions
 from outpace.params import PARAMETERS, SamplingParams
 from outpace.server.fields import FIELDS
@@ -131,7 +133,54 @@ def request_fields() -> str:
     return _rows(("fields", "taken, and change nothing", "else refused"), sorted(rows, key=lambda row: not row[1]))
 
 
+def _kinds(family: Family) -> str:
+    """What a family's layers have beyond attention to all positions and a dense feed-forward."""
+    there = {
+        "windows": family.windows, "latent attention": family.latent, "sinks": family.sinks,
+        "gated delta nets": family.delta, "short convolutions": family.conv, "state spaces": family.scan,
+        "experts": family.mixture, "inputs for each layer": family.inputs,
+    }  # fmt: skip
+    return ", ".join(kind for kind, has in there.items() if has)
+
+
+def models() -> str:
+    """Every family, as ``outpace.models.families`` describes it."""
+    others = {
+        name: (each.gguf, when)
+        for each in FAMILIES
+        for name, when in (
+            (each.windowed, "with windows"), (each.mixed, "with experts"), (each.softmax, "with softmax"),
+        )
+    }  # fmt: skip
+    rows = []
+    for family in FAMILIES:
+        wrapped = [name for name, kind in WRAPPERS.items() if kind == family.transformers]
+        files = _code(*(name for name in (family.gguf, family.gguf_mixed) if name))
+        if family.name in others:
+            files = f"{_code(str(others[family.name][0]))} {others[family.name][1]}"
+        torch = "our decoder"
+        if family.scan is not None:
+            torch = "layers that attend alone" if not family.single else ""
+        elif family.modules or family.latent or family.grows or family.mixture is not None:
+            torch = "transformers' modules"
+        if family.delta or family.conv or family.varied:
+            torch += ", folders"
+        rows.append(
+            (family.name, _code(family.model, *wrapped), files, _kinds(family), torch, "`mtp`" if family.heads else "")
+        )
+    head = ("family", "classes in folders", "`general.architecture` in GGUF", "layers", "Transformers backend")
+    return _rows((*head, "drafts"), rows)
+
+
+def types() -> str:
+    """Types of matrices that the native backend reads."""
+    rows = ((_code(name), f"{8 * size / values:.3g}") for name, values, size in _native.source_types().values())
+    return _rows(("type", "bits a weight in the file"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "models": models,
+    "types": types,
     "drafters": drafters,
     "parameters": parameters,
     "engine": partial(settings, EngineOptions),
