@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import re
@@ -56,10 +57,13 @@ def decode(requests: str) -> None:
             engine.add(TEXT if model == "demo" else TOKENS, params, raw=True)
             for _ in range(steps + 2):  # the prompt, and what is done once
                 engine.step()
+            gc.collect()
+            gc.disable()  # when it runs depends on all that was made before
             library.begin()
             for _ in range(steps):
                 engine.step()
             library.end(name.encode())
+            gc.enable()
 
 
 def costs(dump: str) -> Iterator[tuple[str, int]]:

@@ -393,11 +393,13 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if entries:
             events = [event(step, i, n, s, states.get(i)) for i, n, s in entries]
             drafting.observe(name, [s for _, _, s in entries], events)
-    spent = dict(clock.so_far())
-    body = spent["target"] + spent["verify"] + spent["other"]
-    read_prompts(step, body)
-    if drafting.policy is not None:
-        core.rows.learn(spent["draft"], body)
+    if plan.chunks or drafting.policy is not None:
+        spent = clock.so_far()
+        draft, body = spent["draft"], spent["target"] + spent["verify"] + spent["other"]
+        if plan.chunks:
+            read_prompts(step, body)
+        if drafting.policy is not None:
+            core.rows.learn(draft, body)
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:
