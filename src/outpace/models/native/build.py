@@ -71,12 +71,12 @@ def estimate(
 
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
-    """Of one position: int8 has a float32 scale for each head's key, and value."""
+    """Of one position: heads are padded to 16; int8 has a float32 scale for each head's key, and value."""
     each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
     total = 0
     for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank
-        total += shape.kv_heads * ((shape.head_dim + values) * each + more)
+        total += shape.kv_heads * (sum(n + -n % 16 for n in (shape.head_dim, values)) * each + more)
     return total
 
 
