@@ -190,3 +190,10 @@ def test_prove_fails_where_rounding_does_not_explain_a_difference(
     rows = [{**row, "steps": 4, "drafted": 2, "accepted": 1} for row in rows]
     assert prove._report({"settings": {"backend": backend, "dtype": dtype}, "cases": {"ngram": rows}}) == code
     assert capsys.readouterr().out.splitlines()[1].split() == ["ngram", "1", str(1 - code), str(code), "2.00", "50%"]
+
+
+def test_kinds_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("kinds", ["--only", "lfm2", "--seeds", "1", "--threads", "1"]) == 0
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert line[:4] == ["lfm2", "30", "of", "30"]
+    assert int(line[4]) > 0
