@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from outpace.text.schemas import referred
+from outpace.text.schemas import resolved
 
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _NAMED_ALONE = frozenset(("type", "title", "description"))  # keywords that say nothing of a text
@@ -59,10 +59,7 @@ def _expressed(node: Any, root: Any) -> Any:
     if not isinstance(node, dict):
         return node
     found = {word: _expressed(value, root) for word, value in node.items()}
-    names = node.get("propertyNames")
-    for _ in range(8):
-        if isinstance(names, dict) and "$ref" in names:
-            names = referred(names["$ref"], root)
+    names = resolved(node.get("propertyNames"), root)
     if not isinstance(names, dict) or "patternProperties" in node:
         return found
     others, told = found.get("additionalProperties", {}), names.keys() - _NAMED_ALONE

@@ -26,7 +26,7 @@ from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
 from outpace.text.expressed import expressed, without_look_around
-from outpace.text.schemas import closed
+from outpace.text.schemas import check, closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
 
@@ -526,6 +526,7 @@ def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, 
     value = {**value, "x-guidance": {**(_FREELY if whitespace else _ONE_LINE), **own}}
     try:
         _checked(what, json.dumps(value))
+        check(value)
         _check_properties(value)
         value = dict(expressed(value))
         return closed(value) if close else value
