@@ -28,6 +28,7 @@ from outpace.server.conversation.tools import (
 )
 from outpace.server.conversation.values import typed, types_of
 from outpace.text.chat_template import ChatTemplate
+from outpace.text.expressed import expressed, without_look_around
 from outpace.text.schemas import check
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER, Read, read
@@ -495,6 +496,27 @@ def test_what_json_does_not_have_stays_text(text: str) -> None:
     assert json_object('{"a": [1e999, "\\ud83d", "\\ud83d\\ude00", "\\\\ud83d"]}') == {
         "a": ["1e999", "\ufffd", "\U0001f600", "\\ud83d"]
     }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "without"),
+    [
+        (r"\(?=x", r"\(?=x"),
+        (r"[(?=]+", r"[(?=]+"),
+        (r"a\\(?=b)c", r"a\\c"),
+        (r"(?:(?!x[)\]](y))z)+", r"(?:z)+"),
+        (r"a(?=b)*c(?<!x){2,3}?d", r"acd"),
+        (r"(?<=a", r"(?<=a"),
+    ],
+)
+def test_look_around_is_left_out_and_nothing_else(pattern: str, without: str) -> None:
+    left_out: list[str] = []
+    data = {"const": {"pattern": "(?=a)b"}, "enum": [{"pattern": "(?=a)b"}], "default": {"pattern": "(?=a)"}}
+    schema = {"properties": {"const": {"pattern": pattern}}, **data}
+    assert without_look_around(schema, left_out) == {"properties": {"const": {"pattern": without}}, **data}
+    assert len(left_out) == (pattern != without)
+    names = {"propertyNames": {"enum": ["a"]}}
+    assert expressed({"const": names, "properties": {"default": names}})["const"] == names
 
 
 def test_names_are_as_long_as_requests_may_have_them() -> None:

@@ -13,7 +13,7 @@ _INNER = frozenset((
     "unevaluatedProperties",
 ))  # fmt: skip
 _BESIDE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")  # of the same value
-_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 _NAMING = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _TEXTS = ("pattern", "format", "$ref")
@@ -60,7 +60,7 @@ def _children(word: str, value: Any, root: Any) -> Iterator[Any]:
     """The schemas in a keyword's ``value``."""
     if word == "$ref":
         yield referred(value, root)
-    elif word in _BY_NAME:
+    elif word in BY_NAME:
         yield from value.values() if isinstance(value, dict) else ()
     elif word in _INNER or word in _BESIDE:
         yield from value if isinstance(value, list) else (value,)
@@ -118,7 +118,7 @@ def check(schema: Any) -> None:
 def _wrong(word: str, value: Any) -> str:
     """What ``value`` should be, if it is not."""
     texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    if word in _BY_NAME:
+    if word in BY_NAME:
         fits = isinstance(value, dict) and all(isinstance(each, (dict, bool, type(None))) for each in value.values())
         return "" if fits else "schemas by name"
     if word in _LISTS:
@@ -145,7 +145,7 @@ def _closed(node: Any, together: set[int]) -> Any:
         return node
     found: dict[str, Any] = {}
     for word, value in node.items():
-        if word in _BY_NAME and isinstance(value, dict):
+        if word in BY_NAME and isinstance(value, dict):
             found[word] = {name: _closed(each, together) for name, each in value.items()}
         else:
             found[word] = _closed(value, together) if word in _INNER or word in _BESIDE else value
