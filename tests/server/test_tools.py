@@ -29,6 +29,7 @@ from outpace.server.conversation.tools import (
 from outpace.server.conversation.values import typed, types_of
 from outpace.text.chat_template import ChatTemplate
 from outpace.text.expressed import expressed, without_look_around
+from outpace.text.grammar import Thoughts
 from outpace.text.schemas import check
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER, Read, read
@@ -304,7 +305,8 @@ def test_thoughts_are_opened_by_the_prompt_or_by_the_model() -> None:
     plain, off = qwen.render(hello), qwen.render(hello, enable_thinking=False)
     assert not thoughts_opened(formats.QWEN3, plain)
     assert not thoughts_opened(formats.QWEN3, off)
-    assert thoughts_end(formats.OPENING, opening) == thoughts_end(formats.QWEN3, plain) == "</think>"
+    assert thoughts_end(formats.OPENING, opening) == "</think>"
+    assert thoughts_end(formats.QWEN3, plain) == Thoughts("<think>", "</think>")
     assert thoughts_end(formats.QWEN3, off) is thoughts_end(formats.HERMES, plain) is None
 
 
