@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from outpace.engine.results import Delta
 from outpace.errors import GrammarError, ParameterError
 from outpace.server.conversation.binding import tool_grammar
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end, thoughts_opened
@@ -27,6 +29,7 @@ from outpace.server.conversation.tools import (
     schemas_of,
 )
 from outpace.server.conversation.values import typed, types_of
+from outpace.server.engines.generation import Choice
 from outpace.text.chat_template import ChatTemplate
 from outpace.text.expressed import expressed, without_look_around
 from outpace.text.grammar import Thoughts
@@ -519,6 +522,22 @@ def test_look_around_is_left_out_and_nothing_else(pattern: str, without: str) ->
     assert len(left_out) == (pattern != without)
     names = {"propertyNames": {"enum": ["a"]}}
     assert expressed({"const": names, "properties": {"default": names}})["const"] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "stopped_by", "finish"),
+    [
+        ("<function=f>\n<parameter=a>\n[1,2", 0, "length"),
+        ("<function=f>\n<parameter=a>\n[1,2", "2", "stop"),
+        ("<function=f>\n<parameter=a>\n[1]\n</parameter>\n</function>\n</tool_call>", 0, "tool_calls"),
+    ],
+)
+def test_a_call_that_the_answers_end_cuts_is_no_call(text: str, stopped_by: int | str, finish: str) -> None:
+    parser = parser_for(PUBLISHED["qwen3-coder"], tools=True, reasoning=False, tool_id=str, schemas={"f": {}})
+    choice, result = Choice(0, parser), SimpleNamespace(finish_reason="stop", stopped_by=stopped_by)
+    choice.feed(Delta(0, 0, f"<tool_call>\n{text}", (), ()))
+    part = choice.feed(Delta(0, 0, "", (), (), finish_reason="stop", result=result))  # type: ignore[arg-type]
+    assert (part.finish, part.stop_reason) == (finish, stopped_by)
 
 
 def test_names_are_as_long_as_requests_may_have_them() -> None:
