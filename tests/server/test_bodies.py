@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
@@ -207,6 +208,30 @@ def test_a_body_that_does_not_move_loses_its_place(demo: Running, monkeypatch: p
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_body_is_looked_at_from_when_it_has_its_place(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that got its place shortly before has as long as any other to move."""
+    monkeypatch.setattr(route, "MOVES", 1.0)
+    shares = Shares(1, 1)
+    monkeypatch.setattr(demo.service, "large", shares)
+    body = b'{"prompt": "' + b"a" * (2 * route.SMALL) + b'"}'
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(demo.server.address, timeout=30) as late, ThreadPoolExecutor(1) as threads:
+        late.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+        time.sleep(0.7)
+        late.sendall(body[: route.SMALL + 9])
+        time.sleep(0.1)
+        other = threads.submit(demo.post, "/tokenize", {"prompt": "b" * (route.SMALL + 9)})
+        time.sleep(0.5)  # a look at the old times, in which nothing moved since the place was given
+        late.sendall(body[route.SMALL + 9 :])
+        assert late.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert other.result().status_code == 200
+    for _ in range(50):
+        if not shares._held:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a key that holds nothing is kept")
+
+
 def test_bodies_may_be_gzipped(demo: Running) -> None:
     def sent(body: bytes, encoding: str = "gzip") -> httpx.Response:
         headers = {"content-type": "application/json", "content-encoding": encoding}
@@ -216,7 +241,14 @@ def test_bodies_may_be_gzipped(demo: Running) -> None:
     whole = demo.post("/tokenize", {"prompt": "Paint it."}).json()
     assert sent(gzip.compress(body)).json() == sent(body, "identity").json() == whole
     bomb = gzip.compress(b" " * (demo.service.settings.max_body + 1))
-    for refused, status in ((bomb, 413), (gzip.compress(body)[:-9], 400), (body, 400)):
+    zipped = gzip.compress(body)
+    for refused, status in (
+        (bomb, 413), (zipped[:-9], 400), (body, 400), (zipped + b"x", 400), (zipped + gzip.compress(b"x"), 400),
+        (gzip.compress(b"") * 2000 + zipped, 400),
+    ):  # fmt: skip
         assert sent(refused).status_code == status
+    assert sent(gzip.compress(body[:9]) + gzip.compress(body[9:])).json() == whole
+    assert sent(body, "").json() == sent(zipped, "gzip, identity").json() == whole
+    assert sent(zipped, "gzip, gzip").status_code == 415
     assert "gzip" in sent(body, "br").json()["error"]["message"]
     demo.at_rest()

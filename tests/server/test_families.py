@@ -109,7 +109,7 @@ def test_every_choice_of_every_family(demo: Running, monkeypatch: pytest.MonkeyP
 
 def test_a_format_begins_after_the_thoughts(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are written of three tokens alone, so that many soon have the end of reasoning, wherever in a draft."""
-    use(demo, monkeypatch, formats.QWEN3)
+    use(demo, monkeypatch, formats.OPENING)
     tokenizer: Any = demo.engine.engine.tokenizer
     ends = tokenizer.encode("</think>", add_special=False).tolist()
     wanted = {

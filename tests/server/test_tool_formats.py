@@ -206,6 +206,19 @@ def test_values_between_tags_get_the_types_of_their_schema() -> None:
     }  # fmt: skip
 
 
+def test_ends_within_a_text_are_text() -> None:
+    """The last one before another argument, or the call's end, is the text's."""
+    schema = {"properties": {"s": {"type": "string"}, "t": {"type": "string"}}}
+    values = {"s": "print('</parameter>')\n</parameter> y\n</function", "t": "a\n</parameter>\n\n</p"}
+    lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{lines}</function>\n</tool_call>"
+    for parts in ([text], list(text)):
+        parser = parser_for(PUBLISHED["qwen3-coder"], tools=True, reasoning=True, tool_id=str, schemas={"f": schema})
+        found = read(parser, parts)
+        assert [json.loads(call.arguments) for call in found.calls] == [values]
+        assert not found.text
+
+
 def test_marks_that_models_forget() -> None:
     """Qwen3-Coder leaves out ``<tool_call>``, DeepSeek the section, Mistral the id."""
     for name, text in {

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outpace.errors import ParameterError
+from outpace.engine.results import Delta
+from outpace.errors import GrammarError, ParameterError
 from outpace.server.conversation.binding import tool_grammar
 from outpace.server.conversation.formats import format_of, parser_for, thoughts_end, thoughts_opened
 from outpace.server.conversation.messages import Message, conversation
-from outpace.server.conversation.pieces import Call, Incremental, OutputParser, Plain
-from outpace.server.conversation.spelling import GEMMA3, HERMES, LLAMA3, SMOLLM2, Spelling
+from outpace.server.conversation.pieces import Call, Incremental, OutputParser, Plain, json_object
+from outpace.server.conversation.spelling import GEMMA3, HERMES, LFM2, LLAMA3, SMOLLM2, Spelling
 from outpace.server.conversation.tools import (
     NamedFunction,
     NamedTool,
@@ -25,9 +28,16 @@ from outpace.server.conversation.tools import (
     checked,
     schemas_of,
 )
+from outpace.server.conversation.values import typed, types_of
+from outpace.server.engines.generation import Choice
 from outpace.text.chat_template import ChatTemplate
+from outpace.text.expressed import expressed, without_look_around
+from outpace.text.grammar import Thoughts
+from outpace.text.schemas import check
 from tests.server import formats
 from tests.server.formats import BOTH, CITY, NAMES, NOW, PYTHON, TEMPLATES, WEATHER, Read, read
+from tests.server.published import LFM2 as LFM2_TEMPLATE
+from tests.server.published import PUBLISHED
 
 KINDS = ("llama3", "qwen3", "gemma3", "smollm2")
 ABC = ("llama3", "qwen3", "gemma3")  # whose parsers differ
@@ -298,7 +308,8 @@ def test_thoughts_are_opened_by_the_prompt_or_by_the_model() -> None:
     plain, off = qwen.render(hello), qwen.render(hello, enable_thinking=False)
     assert not thoughts_opened(formats.QWEN3, plain)
     assert not thoughts_opened(formats.QWEN3, off)
-    assert thoughts_end(formats.OPENING, opening) == thoughts_end(formats.QWEN3, plain) == "</think>"
+    assert thoughts_end(formats.OPENING, opening) == "</think>"
+    assert thoughts_end(formats.QWEN3, plain) == Thoughts("<think>", "</think>")
     assert thoughts_end(formats.QWEN3, off) is thoughts_end(formats.HERMES, plain) is None
 
 
@@ -444,6 +455,102 @@ def test_a_choice_binds_the_answer(kind: str, allows: Callable[[str | None, str]
     assert not any(allows(beside, each) for each in ("words", "", "yes" + right, right + "yes"))
     assert "@part" not in (tool_grammar(calls_of(kind), both, "required", part=True) or "@part")
     assert read(make(kind, names=schemas_of(both)), list(two)).calls[1] == Call("c1", "now", "{}")
+
+
+CIRCLE = {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize("spelling", [HERMES, format_of(PUBLISHED["qwen3-coder"]).calls, LFM2], ids=str)
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref"),
+        (CIRCLE, "$ref"),
+        ({"required": 5}, "required"),
+        ({"required": [{}]}, "required"),
+        ({"properties": ["x"]}, "properties"),
+        ({"properties": {"x": {"type": [["string"]]}}}, "type"),
+        ({"properties": 5, "propertyNames": {"enum": ["a"]}}, "properties"),
+        ({"properties": {"x": {"anyOf": [5]}}}, "anyOf"),
+    ],
+)
+def test_a_schema_of_wrong_types_is_refused_by_its_keyword(
+    spelling: Spelling, schema: dict[str, Any], word: str
+) -> None:
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ParameterError, match=rf"tools\.0\.function\.parameters.* JSON schema's {re.escape(word)} "):
+        tool_grammar(spelling, tools(function), "required")
+    with pytest.raises(GrammarError, match=rf"JSON schema's {re.escape(word)} "):
+        check(schema)
+
+
+def test_types_are_found_in_time_that_grows_with_the_schema() -> None:
+    wide = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 40}}}
+    assert types_of({"$ref": "#/$defs/a"}, wide) == frozenset()
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(30):
+        deep = {"oneOf": [deep] * 30}
+    assert types_of(deep, deep) == {"string"}
+    assert types_of({"type": [["string"]]}, {}) == types_of({"const": 1, "enum": 5}, {}) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["1e999", "[1e999]", '["\\ud83d"]', "{'a': '\\ud800'}"])
+def test_what_json_does_not_have_stays_text(text: str) -> None:
+    for kind in ("number", "array", "object"):
+        assert json.loads(typed(text, frozenset({kind}))) == text
+    assert json_object('{"a": [1e999, "\\ud83d", "\\ud83d\\ude00", "\\\\ud83d"]}') == {
+        "a": ["1e999", "\ufffd", "\U0001f600", "\\ud83d"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "without"),
+    [
+        (r"\(?=x", r"\(?=x"),
+        (r"[(?=]+", r"[(?=]+"),
+        (r"a\\(?=b)c", r"a\\c"),
+        (r"(?:(?!x[)\]](y))z)+", r"(?:z)+"),
+        (r"a(?=b)*c(?<!x){2,3}?d", r"acd"),
+        (r"(?<=a", r"(?<=a"),
+    ],
+)
+def test_look_around_is_left_out_and_nothing_else(pattern: str, without: str) -> None:
+    left_out: list[str] = []
+    data = {"const": {"pattern": "(?=a)b"}, "enum": [{"pattern": "(?=a)b"}], "default": {"pattern": "(?=a)"}}
+    schema = {"properties": {"const": {"pattern": pattern}}, **data}
+    assert without_look_around(schema, left_out) == {"properties": {"const": {"pattern": without}}, **data}
+    assert len(left_out) == (pattern != without)
+    names = {"propertyNames": {"enum": ["a"]}}
+    assert expressed({"const": names, "properties": {"default": names}})["const"] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "stopped_by", "finish"),
+    [
+        ("<function=f>\n<parameter=a>\n[1,2", 0, "length"),
+        ("<function=f>\n<parameter=a>\n[1,2", "2", "stop"),
+        ("<function=f>\n<parameter=a>\n[1]\n</parameter>\n</function>\n</tool_call>", 0, "tool_calls"),
+    ],
+)
+def test_a_call_that_the_answers_end_cuts_is_no_call(text: str, stopped_by: int | str, finish: str) -> None:
+    parser = parser_for(PUBLISHED["qwen3-coder"], tools=True, reasoning=False, tool_id=str, schemas={"f": {}})
+    choice, result = Choice(0, parser), SimpleNamespace(finish_reason="stop", stopped_by=stopped_by)
+    choice.feed(Delta(0, 0, f"<tool_call>\n{text}", (), ()))
+    part = choice.feed(Delta(0, 0, "", (), (), finish_reason="stop", result=result))  # type: ignore[arg-type]
+    assert (part.finish, part.stop_reason) == (finish, stopped_by)
+
+
+def test_names_are_as_long_as_requests_may_have_them() -> None:
+    name = "n" * 128
+    function = Tool.model_validate({"type": "function", "function": {"name": name}}).function
+    tagged = f"<tool_call>\n<function={name}>\n</function>\n</tool_call>"
+    for template in (*formats.TEMPLATES.values(), PUBLISHED["qwen3-coder"], LFM2_TEMPLATE):
+        spelling = format_of(template).calls
+        assert spelling is not None
+        parser = parser_for(template, tools=True, reasoning=False, tool_id=str, schemas={name: {}})
+        written = spelling.write([{"function": {"name": function.name, "arguments": {}}}])
+        text = tagged if spelling.kind == "tags" else written
+        assert [call.name for call in read(parser, [text]).calls] == [name]
 
 
 def test_what_is_not_strict_may_have_a_schema_that_no_grammar_knows(allows: Callable[[str | None, str], bool]) -> None:

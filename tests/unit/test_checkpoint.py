@@ -12,9 +12,10 @@ import pytest
 
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
 from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, eagle_layers, tensor_shapes
+from outpace.drafters.learned.load import located
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo
-from outpace.models.weights import safetensors
+from outpace.models.weights import pickles, safetensors
 from tests import learned
 from tests.oracles.networks import eagle_steps
 
@@ -238,6 +239,20 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         read(folder)
     with pytest.raises(ModelError, match="is not a folder"):
         read(tmp_path / "nowhere")
+
+
+def test_pickles_of_other_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.nn.Parameter(torch.ones(2, 2))}, path)
+    assert pickles.converted([path]).is_file()
+    for odd in (torch.ones(2, 2).to_sparse(), torch.empty(2, 2, device="meta")):
+        torch.save({"w": odd}, path)
+        with pytest.raises(ModelError, match="safetensors"):
+            pickles.converted([path])
+    with pytest.raises(ModelError, match="home"):
+        located("~nobody-of-this-name/x")
 
 
 def test_fit() -> None:

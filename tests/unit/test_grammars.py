@@ -21,7 +21,7 @@ from outpace.exact.masks import unpacked
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.text import grammar as its_module
-from outpace.text.grammar import Grammar
+from outpace.text.grammar import Grammar, Thoughts
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
 from tests.random_schemas import schema
@@ -168,6 +168,20 @@ def test_the_end_comes_only_where_the_grammar_may_end(made: Grammars) -> None:
         grammar.advance(grammar.start(PROMPT), 0)
 
 
+def test_thoughts_may_come_first_or_not(made: Grammars) -> None:
+    tokenizer = byte_level()
+    for begin in ("<think>", "<|mark|>"):
+        grammar = made.json_schema(PERSON, after=Thoughts(begin, "</think>"))
+        for before in ([], [begin, "hm { </thi", "</think>\n"]):
+            state = grammar.start(PROMPT)
+            for text in [*before, "{"]:
+                for token in [1] if text == "<|mark|>" else tokenizer.encode(text).tolist():
+                    assert not grammar.allows(state, 0)
+                    state = grammar.advance(state, token)
+            assert TokenBytes(tokenizer).join(grammar.forced(state)) == b'"name": "'
+        assert not grammar.allows(grammar.start(PROMPT), tokenizer.encode("I").tolist()[0])
+
+
 def test_the_switch_lies_wherever_the_text_ends(made: Grammars) -> None:
     """Inside a token, across tokens, at a special token, and inside a draft that was made across it."""
     tokenizer, grammar = byte_level(), made.json_schema(PERSON, after="</think>")
@@ -210,7 +224,7 @@ def test_the_switch_lies_wherever_the_text_ends(made: Grammars) -> None:
         (lambda g: g.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
         (lambda g: g.json_schema({"$ref": "#/$defs/gone"}), "gone"),
         (lambda g: g.json_schema({"$ref": "http://127.0.0.1:9/x.json"}), "127.0.0.1"),
-        (lambda g: g.json_schema({"$ref": "#"}), "no text fits"),
+        (lambda g: g.json_schema({"$ref": "#"}), "leads back to itself"),
         (lambda g: g.json_schema({"enum": {1, 2}}), "cannot be written as JSON"),
         (lambda g: g.json_schema({"type": "object", "x-guidance": 3}), "give an object"),
         (lambda g: g.json_schema({"properties": {str(i): {} for i in range(241)}}), "241 optional"),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.errors import ParameterError
+from outpace.errors import ModelError, ParameterError
 
 StrPath = str | os.PathLike[str]  # what a public call takes where it takes a path
 
@@ -79,6 +79,14 @@ def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON, whole or not at all. Raises OSError."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_bytes(path, text.encode("utf-8"))
+
+
+def expanded(name: str) -> Path:
+    """The path ``name``, in which ``~`` is a user's home. Raises ModelError for one who has none."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"{name}: nobody of this name has a home here: check the path") from error
 
 
 def cache_dir() -> Path:

@@ -235,7 +235,10 @@ def _path(source: Any) -> Path:
     name = source if isinstance(source, (str, PathLike)) else getattr(source, "name", None)
     if not isinstance(name, (str, PathLike)):
         raise ParameterError(f"a {type(source).__name__} has no generation_config: give a model's folder")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ParameterError(f"{name!s} is in the home of nobody: give a model's folder") from error
     if path.is_file():
         if path.suffix != ".json":
             raise ParameterError(f"{path} has no generation_config: give the folder that the model was made from")

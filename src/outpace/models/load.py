@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outpace.common.files import StrPath, cache_dir
+from outpace.common.files import StrPath, cache_dir, expanded
 from outpace.common.installing import install
 from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
@@ -85,7 +85,7 @@ def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
         return Source(spec, "gguf", demo.gemma(cache_dir()))
     if (there := _at(spec)) is not None:
         return there
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if options.revision is None and ":" not in spec:
         refuse_misspelt(spec)
     if is_name(spec):
@@ -103,7 +103,7 @@ def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
 def published_name(spec: str) -> str:
     """What others call the model that ``spec`` names: without the path of a folder or a file, without a file's ending
     and a shard's number; ``general.name`` of a GGUF file that has no ending. Raises ModelError."""
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if path.is_dir():
         return path.resolve().name or spec
     if not path.is_file():
@@ -115,7 +115,7 @@ def published_name(spec: str) -> str:
 
 def _at(spec: str) -> Source | None:
     """The model that lies at the path ``spec``; None where nothing does. Raises ModelError for what is no model."""
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_images(spec, path, None)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from outpace.common.files import expanded
 from outpace.errors import Argument, ModelError
 from outpace.models.families import named_class, text_part
 
@@ -36,7 +37,7 @@ _IMAGE_KEYS = ("vision_config", "image_size", "image_token_id", "image_token_ind
 
 def refuse_misspelt(spec: str) -> None:
     """Raise ModelError for what looks like a path of this machine: a hub would only learn the name of a folder."""
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     near = _near(path) or next(iter(difflib.get_close_matches(spec, BUILT_IN, 1, 0.7)), None)
     hub = ("; a model of a hub by this name: give ", Argument("revision", "main"))
     if near is not None:

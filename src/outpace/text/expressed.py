@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from outpace.text.schemas import referred
+from outpace.text.schemas import BY_NAME, resolved
 
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_QUANTIFIER = re.compile(r"([*+?]|\{\d+(,\d*)?\})[?+]?")
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are no schemas
 _NAMED_ALONE = frozenset(("type", "title", "description"))  # keywords that say nothing of a text
 
 
@@ -23,7 +26,7 @@ def without_look_around(schema: Any, left_out: list[str]) -> Any:
         return [without_look_around(each, left_out) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {word: without_look_around(value, left_out) for word, value in schema.items()}
+    found = _each(schema, lambda inner: without_look_around(inner, left_out))
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and (shorter := _without_groups(pattern)) != pattern:
         found["pattern"] = shorter
@@ -31,26 +34,50 @@ def without_look_around(schema: Any, left_out: list[str]) -> Any:
     return found
 
 
+def _each(schema: dict[str, Any], made: Callable[[Any], Any]) -> dict[str, Any]:
+    """``schema`` with what ``made`` makes of the schemas, and lists of them, within it."""
+    found = {}
+    for word, value in schema.items():
+        if word in BY_NAME and isinstance(value, dict):
+            found[word] = {name: made(inner) for name, inner in value.items()}
+        else:
+            found[word] = value if word in _DATA else made(value)
+    return found
+
+
 def _without_groups(pattern: str) -> str:
-    """``pattern`` without the groups that look around."""
-    while found := _LOOK_AROUND.search(pattern):
-        depth, at, in_class = 0, found.start(), False
-        while at < len(pattern):
-            c = pattern[at]
-            if c == "\\":
-                at += 1
-            elif in_class:
-                in_class = c != "]"
-            elif c == "[":
-                in_class = True
-                at += pattern.startswith(("]", "^]"), at + 1)
-            elif c in "()":
-                depth += 1 if c == "(" else -1
-                if not depth:
-                    break
+    """``pattern`` without the groups that look around, and what says how often they do."""
+    kept: list[str] = []
+    at = depth = 0  # depth: of the groups within one that looks around, and itself
+    while at < len(pattern):
+        c, start = pattern[at], at
+        if c == "\\":
+            at += 2
+        elif c == "[":
+            at = _class_end(pattern, at)
+        elif not depth and _LOOK_AROUND.match(pattern, at):
+            depth, at = 1, at + 2
+        elif depth and c in "()":
+            depth += 1 if c == "(" else -1
             at += 1
-        pattern = pattern[: found.start()] + pattern[at + 1 :]
-    return pattern
+            if not depth:
+                again = _QUANTIFIER.match(pattern, at)
+                at = again.end() if again else at
+            continue
+        else:
+            at += 1
+        if not depth:
+            kept.append(pattern[start:at])
+    return pattern if depth else "".join(kept)  # one that does not end is refused as it is
+
+
+def _class_end(pattern: str, at: int) -> int:
+    """Behind the class of characters that begins at ``at``."""
+    at += 1 + pattern.startswith("^", at + 1)
+    at += pattern.startswith("]", at)
+    while at < len(pattern) and pattern[at] != "]":
+        at += 2 if pattern[at] == "\\" else 1
+    return at + 1
 
 
 def _expressed(node: Any, root: Any) -> Any:
@@ -58,11 +85,8 @@ def _expressed(node: Any, root: Any) -> Any:
         return [_expressed(each, root) for each in node]
     if not isinstance(node, dict):
         return node
-    found = {word: _expressed(value, root) for word, value in node.items()}
-    names = node.get("propertyNames")
-    for _ in range(8):
-        if isinstance(names, dict) and "$ref" in names:
-            names = referred(names["$ref"], root)
+    found = _each(node, lambda inner: _expressed(inner, root))
+    names = resolved(node.get("propertyNames"), root)
     if not isinstance(names, dict) or "patternProperties" in node:
         return found
     others, told = found.get("additionalProperties", {}), names.keys() - _NAMED_ALONE

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -26,7 +27,7 @@ from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
 from outpace.text.expressed import expressed, without_look_around
-from outpace.text.schemas import closed
+from outpace.text.schemas import check, closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
 
@@ -305,7 +306,17 @@ _FREELY = {"whitespace_flexible": True}
 _RULE = re.compile(r"^[ \t]*[?!_A-Za-z]", re.MULTILINE)
 _GAP = r"/[ \t\r\n]{0,8}/"  # between reasoning and JSON
 _WHAT = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-After = str | Sequence[str] | None  # what ends the free text before an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """Free text between two marks, which may stand before an answer or not."""
+
+    begin: str
+    end: str
+
+
+After = str | Sequence[str] | Thoughts | None  # what ends the free text before an answer
 Source = tuple[Literal["json", "regex", "lark"], Any]  # a grammar's kind, and its text; a schema may be its JSON value
 
 
@@ -329,7 +340,7 @@ class Grammars:
 
     ``after``: free text comes first, until this text (or special token) has been written: the end of a model's
     reasoning, say; of several texts one after another, with anything between. The answer cannot end before. JSON may
-    then begin on a new line.
+    then begin on a new line. ``Thoughts``: such text comes first where its beginning does, and else there is none.
     ``whitespace``: JSON stands on one line as Python's ``json.dumps`` writes it, so that a model cannot go on with
     white space, and more of the text must follow; True allows any.
     ``close``: objects of schemas have only the properties that are named, where a schema does not say otherwise
@@ -492,9 +503,9 @@ _STACK = 512 << 20  # bytes of addresses; only what is used takes memory
 _STARTING = threading.Lock()  # the stack size is the process's
 
 
-def _switch(vocabulary: Vocabulary, after: str | Sequence[str], gap: bool) -> str:
+def _switch(vocabulary: Vocabulary, after: str | Sequence[str] | Thoughts, gap: bool) -> str:
     """Free text up to ``after``, then the answer."""
-    texts = [after] if isinstance(after, str) else after
+    texts: Any = [after.end] if isinstance(after, Thoughts) else [after] if isinstance(after, str) else after
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise GrammarError(f"after={after!r} is no text: give what ends the free text, such as '</think>'")
     rules = []
@@ -503,7 +514,12 @@ def _switch(vocabulary: Vocabulary, after: str | Sequence[str], gap: bool) -> st
         free = f"free_{i}[suffix={ends}]: /(?s:.*)/" if ends == _quoted(text) else f"free_{i}: /(?s:.*)/ {ends}"
         rules.append(free + "\n")
     free = " ".join(f"free_{i}" for i in range(len(texts)))
-    start = f"start: {free} gap @answer\ngap: {_GAP}\n" if gap else f"start: {free} @answer\n"
+    begin, other = "", ""
+    if isinstance(after, Thoughts):
+        begin, other = vocabulary.literal(_checked("beginning of the free text", after.begin)), " | @answer"
+    start = (
+        f"start: {begin} {free} gap @answer{other}\ngap: {_GAP}\n" if gap else f"start: {begin} {free} @answer{other}\n"
+    )
     return start + "".join(rules)
 
 
@@ -526,6 +542,7 @@ def _schema(what: str, schema: Any, whitespace: bool, close: bool) -> dict[str, 
     value = {**value, "x-guidance": {**(_FREELY if whitespace else _ONE_LINE), **own}}
     try:
         _checked(what, json.dumps(value))
+        check(value)
         _check_properties(value)
         value = dict(expressed(value))
         return closed(value) if close else value

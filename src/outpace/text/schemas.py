@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from outpace.errors import GrammarError
+
 # keywords whose value is a schema or a list of them, and those whose values by name are
 _INNER = frozenset((
-    "additionalItems", "additionalProperties", "contains", "items", "prefixItems", "unevaluatedItems",
+    "additionalItems", "additionalProperties", "contains", "items", "prefixItems", "propertyNames", "unevaluatedItems",
     "unevaluatedProperties",
 ))  # fmt: skip
 _BESIDE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")  # of the same value
-_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 _NAMING = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_TEXTS = ("pattern", "format", "$ref")
 _DECIDING = ("additionalProperties", "unevaluatedProperties")
 
 
@@ -56,7 +60,7 @@ def _children(word: str, value: Any, root: Any) -> Iterator[Any]:
     """The schemas in a keyword's ``value``."""
     if word == "$ref":
         yield referred(value, root)
-    elif word in _BY_NAME:
+    elif word in BY_NAME:
         yield from value.values() if isinstance(value, dict) else ()
     elif word in _INNER or word in _BESIDE:
         yield from value if isinstance(value, list) else (value,)
@@ -78,6 +82,62 @@ def referred(pointer: Any, root: Any) -> Any:
     return node
 
 
+def resolved(schema: Any, root: Any) -> Any:
+    """``schema``, or what its ``$ref`` leads to in the end; None: nothing, or back to itself."""
+    seen = set[int]()
+    while isinstance(schema, dict) and "$ref" in schema:
+        if id(schema) in seen:
+            return None
+        seen.add(id(schema))
+        schema = referred(schema["$ref"], root)
+    return schema
+
+
+def check(schema: Any) -> None:
+    """Raise GrammarError, which names the keyword, for values of keywords that are of a wrong type, and for a ``$ref``
+    that leads back to itself. A null is no value."""
+    waiting, seen, led = [schema], set[int](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for word, value in node.items():
+            if value is not None and (wanted := _wrong(word, value)):
+                raise GrammarError(f"the JSON schema's {word} is {str(value)[:80]}: give {wanted}")
+            waiting += _children(word, value, schema)
+        way = set[int]()
+        while isinstance(node, dict) and "$ref" in node and id(node) not in led:
+            if id(node) in way:
+                raise GrammarError(f"the JSON schema's $ref {node['$ref'][:80]} leads back to itself: mend it")
+            way.add(id(node))
+            node = referred(node["$ref"], schema)
+        led |= way
+
+
+def _wrong(word: str, value: Any) -> str:
+    """What ``value`` should be, if it is not."""
+    texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if word in BY_NAME:
+        fits = isinstance(value, dict) and all(isinstance(each, (dict, bool, type(None))) for each in value.values())
+        return "" if fits else "schemas by name"
+    if word in _LISTS:
+        fits = isinstance(value, list) and all(isinstance(each, (dict, bool)) for each in value)
+        return "" if fits else "a list of schemas"
+    if word == "type":
+        return "" if isinstance(value, str) or texts else "a type's name, or a list of them"
+    if word == "required":
+        return "" if texts else "a list of names"
+    if word == "enum":
+        return "" if isinstance(value, list) else "a list of values"
+    if word in _TEXTS:
+        return "" if isinstance(value, str) else "a text"
+    if word in _INNER or word in _BESIDE:
+        fits = isinstance(value, (dict, bool)) or (word == "items" and isinstance(value, list))
+        return "" if fits else "a schema"
+    return ""
+
+
 def _closed(node: Any, together: set[int]) -> Any:
     if isinstance(node, list):
         return [_closed(each, together) for each in node]
@@ -85,7 +145,7 @@ def _closed(node: Any, together: set[int]) -> Any:
         return node
     found: dict[str, Any] = {}
     for word, value in node.items():
-        if word in _BY_NAME and isinstance(value, dict):
+        if word in BY_NAME and isinstance(value, dict):
             found[word] = {name: _closed(each, together) for name, each in value.items()}
         else:
             found[word] = _closed(value, together) if word in _INNER or word in _BESIDE else value

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.common.files import expanded
 from outpace.drafters.learned import shipped
 from outpace.drafters.learned.checkpoint import Checkpoint, beyond, fit, read, stranger
 from outpace.drafters.learned.drafter import LearnedDrafter, Network
@@ -103,7 +104,7 @@ def layers_of(checkpoint: Checkpoint, target: Model) -> Sequence[int]:
 def located(name: str, revision: str | None = None, offline: bool = False) -> Path:
     """The folder of a drafter: as it is, or one of a hub, "organisation/name", downloaded where it is not in the cache.
     Raises ModelError."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1 or "\\" in name:
         return path
     return from_hub(name, revision=revision, allow_pickle=True, offline=offline)  # of which only tensors are read

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace import _fast
-from outpace.common.files import StrPath, cache_dir
+from outpace.common.files import StrPath, cache_dir, expanded
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.common.version import __version__
 from outpace.errors import ParameterError
@@ -63,7 +63,7 @@ def folder() -> Path | None:
     named = os.environ.get("OUTPACE_WEIGHT_CACHE", "")
     if named.lower() in ("0", "off", "no", "false") or os.name == "nt":  # a mapped file could not be replaced there
         return None
-    return Path(named).expanduser() if named else cache_dir() / "weights"
+    return expanded(named) if named else cache_dir() / "weights"
 
 
 def limit() -> int:

@@ -46,11 +46,14 @@ def converted(paths: Sequence[Path]) -> Path:
             ) from error
         if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
             raise ModelError(f"{path} is no table of tensors by name: get safetensors")
-        tensors |= read
-    arrays = {
-        str(name): (each.float() if each.is_floating_point() else each).contiguous().numpy()
-        for name, each in tensors.items()
-    }
+        tensors |= {str(name): each.detach() for name, each in read.items()}
+    arrays = {}
+    for name, each in tensors.items():
+        try:
+            arrays[name] = (each.float() if each.is_floating_point() else each).contiguous().numpy()
+        except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, quantised, of no numbers
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{first}: the tensor {name} cannot be converted ({reason}): get safetensors") from error
     kinds = {each.dtype for each in tensors.values() if each.is_floating_point()}
     dtype = {frozenset({torch.bfloat16}): "BF16", frozenset({torch.float16}): "F16"}.get(frozenset(kinds), "F32")
     kept.parent.mkdir(parents=True, exist_ok=True)

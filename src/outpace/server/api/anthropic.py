@@ -374,7 +374,12 @@ class MessageEncoder(Encoder):
             output_tokens=cost.completion_tokens,
             speculation=cost.speculation,
         )
-        content = [_block(segment, "".join(texts)) for segment, texts in choice.joined.texts.items()]
+        found = {segment: "".join(texts) for segment, texts in choice.joined.texts.items()}
+        content = [
+            _block(segment, text)
+            for segment, text in found.items()
+            if segment.kind != "call" or json_object(text) is not None  # it was cut off: the reason says why
+        ]
         return self._message(content, "stop_sequence" if sequence else reasons[choice.finish], sequence, used)
 
     def _message(

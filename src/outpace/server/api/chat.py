@@ -29,6 +29,7 @@ from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
+from outpace.text.grammar import Thoughts
 
 router = APIRouter(route_class=Route)
 
@@ -131,6 +132,8 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     after = thoughts_end(template, prompt, calls=offered) if thinks else None
     wish = formats.wanted(body, body.response_format)
     if offered:
+        if isinstance(after, Thoughts) and choice == "auto" and wish is None:  # a text, which may begin as thoughts do
+            after = after.end if form.may_think else None
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(
             form.calls, tools, choice, parallel=parallel, part=wish is not None, close=model.close_schemas,

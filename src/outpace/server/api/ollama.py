@@ -26,7 +26,7 @@ from outpace.server.api.route import Encoder, Route, answered, service_of
 from outpace.server.api.sampling import Sampling, SamplingFields, Speculation
 from outpace.server.conversation.formats import format_of
 from outpace.server.conversation.messages import FunctionCall, Message, ToolCall
-from outpace.server.conversation.pieces import Joined
+from outpace.server.conversation.pieces import Joined, json_object
 from outpace.server.conversation.tools import Tools
 from outpace.server.engines.generation import Part, Whole, Work, usage
 from outpace.server.engines.models import Served
@@ -271,11 +271,12 @@ def _answered_call(turn: OllamaMessage, waiting: list[ToolCall], index: int) -> 
 
 
 def calls_of(joined: Joined) -> list[OllamaAnswerCall]:
-    """A call whose arguments were cut off has none: ``done_reason`` says why."""
+    """The whole ones. A call that was cut off is none: ``done_reason`` says why."""
     found = []
     for index, call in enumerate(joined.calls):
-        function = OllamaAnswerFunction(index=index, name=call.name, arguments=call.object())
-        found.append(OllamaAnswerCall(id=call.id, function=function))
+        if (arguments := json_object(call.arguments)) is not None:
+            function = OllamaAnswerFunction(index=index, name=call.name, arguments=arguments)
+            found.append(OllamaAnswerCall(id=call.id, function=function))
     return found
 
 

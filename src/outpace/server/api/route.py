@@ -4,6 +4,8 @@ answer, streamed or whole, which an ``Encoder`` writes as its protocol has it.""
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import logging
 import zlib
 from abc import ABC, abstractmethod
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 SMALL = 64 << 10  # bytes, beyond which a body needs a place
 MOVES = 2.0  # seconds in which so many bytes must come, where others wait for a place
 GONE = 499  # nginx's for a client that went away; nobody reads it
+MOST_MEMBERS = 1024  # of a gzip
 _PIECE = 1 << 20  # bytes that are counted at a time
 
 
@@ -44,56 +47,59 @@ async def read(request: Request, service: Service, held: ExitStack) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind in _UNSAID and _is_ollamas(request)):
         raise APIError(415, f"the content type is {kind!r}: send application/json", code="unsupported_media_type")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in _ENCODINGS:
+    encoding = request.headers.get("content-encoding", "")
+    codings = [coding for each in encoding.lower().split(",") if (coding := each.strip()) not in ("", "identity")]
+    if codings and codings not in _GZIP:
         raise APIError(415, f"the content encoding is {encoding!r}: send gzip or none", code="unsupported_media_type")
     most = service.settings.max_body
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
-    pieces, size, placed, seen = list[bytes](), 0, False, 0
+    pieces, size, looking = list[bytes](), 0, None
 
     async def look() -> None:
-        """End the wait for a body that does not move while others wait."""
-        nonlocal seen
+        """From when the body has its place: end the wait for one that does not move while others wait."""
         while True:
-            await asyncio.sleep(MOVES)
-            if placed and service.large.wanted and size - seen < SMALL:
-                limit.reschedule(asyncio.get_running_loop().time())
             seen = size
+            await asyncio.sleep(MOVES)
+            if service.large.wanted and size - seen < SMALL:
+                limit.reschedule(asyncio.get_running_loop().time())
 
-    looking = asyncio.create_task(look())
     try:
         async with asyncio.timeout(service.settings.body_timeout) as limit:
             async for piece in request.stream():
                 size += len(piece)
                 if size > most:
                     raise _too_large(most)
-                if (size > SMALL or encoding != "identity") and not placed:
+                if (size > SMALL or codings) and looking is None:
                     held.callback(await service.large.take())
-                    placed, seen = True, size
+                    looking = asyncio.create_task(look())
                 pieces.append(piece)
     except TimeoutError:
         raise APIError(408, "the body took too long to arrive: send it again") from None
     except ClientDisconnect:
         raise APIError(GONE, "the client went away") from None
     finally:
-        looking.cancel()
+        if looking is not None:
+            looking.cancel()
     body = b"".join(pieces)
-    return body if encoding == "identity" else await service.work(_inflated, body, most)
+    return await service.work(_inflated, body, most) if codings else body
 
 
 def _inflated(body: bytes, most: int) -> bytes:
     """Raises APIError: 413 for more than ``most`` bytes, 400 for what is not gzip's."""
-    inflate = zlib.decompressobj(wbits=31)
+    if body.count(b"\x1f\x8b\x08") > MOST_MEMBERS:
+        raise APIError(400, f"the body is gzipped in more than {MOST_MEMBERS} members: send it in one")
     try:
-        found = inflate.decompress(body, most + 1)
-    except zlib.error as error:
+        found = gzip.GzipFile(fileobj=io.BytesIO(body)).read(most + 1)  # of all members
+    except EOFError as error:
+        raise APIError(400, "the body ends before its gzip does: send all of it") from error
+    except (OSError, zlib.error) as error:
         raise APIError(400, f"the body cannot be unzipped ({error}): send it as it is") from error
     if len(found) > most:
         raise _too_large(most)
-    if not inflate.eof:
-        raise APIError(400, "the body ends before its gzip does: send all of it")
+    if not found:
+        raise APIError(400, "the body unzipped is empty: send JSON")
     return found
 
 
@@ -101,7 +107,7 @@ def _too_large(most: int) -> APIError:
     return APIError(413, f"the body has more than {most} bytes: send less", code="request_too_large")
 
 
-_ENCODINGS = ("identity", "gzip", "x-gzip")
+_GZIP = (["gzip"], ["x-gzip"])
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what clients send who name no type: curl has the second
 
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outpace.errors import Argument, ParameterError
+from outpace.errors import Argument, GrammarError, ParameterError
 from outpace.server.conversation.spelling import WILD, Spelling
 from outpace.server.conversation.tools import ToolChoice, choice_name
-from outpace.server.conversation.values import types_of
+from outpace.server.conversation.values import Types, types_of
 from outpace.text.expressed import expressed, without_look_around
-from outpace.text.schemas import closed, referred
+from outpace.text.schemas import check, closed, resolved
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 _ID = "/[a-zA-Z0-9]{1,9}/"
@@ -59,9 +59,15 @@ def tool_grammar(
     rules = [*_start(spelling, forced, several, part, literal)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
     for i, function in enumerate(chosen):
+        try:
+            check(function.get("parameters"))
+            schema = _schema(function, close)
+        except (GrammarError, RecursionError) as error:
+            place = Argument(f"tools.{[tool['function'] for tool in tools].index(function)}.function.parameters")
+            raise ParameterError(place, f" cannot be used: {error}") from error
         opening = _wild(function["name"] + spelling.middle, literal)
         rules.append(f"call_{i}: {opening} arguments_{i} {literal(spelling.closing)}")
-        rules += _Arguments(spelling, _schema(function, close), f"arguments_{i}", literal).rules()
+        rules += _Arguments(spelling, schema, f"arguments_{i}", literal).rules()
     return "\n".join(rules) + "\n"
 
 
@@ -105,6 +111,7 @@ class _Arguments:
 
     def __init__(self, spelling: Spelling, schema: dict[str, Any], name: str, literal: Literal) -> None:
         self._spelling, self._schema, self._name, self._literal = spelling, schema, name, literal
+        self._types: Types = {}
 
     def rules(self) -> list[str]:
         """In JSON the schema's own; elsewhere its named properties in order, each value of its own schema. Patterns
@@ -132,7 +139,7 @@ class _Arguments:
     def _property(self, rule: str, key: str, schema: Any) -> tuple[str, list[str]]:
         """What stands before a value, and the rules of the rest."""
         spelling, literal = self._spelling, self._literal
-        types, tags = types_of(schema, self._schema), spelling.tags
+        types, tags = types_of(schema, self._schema, self._types), spelling.tags
         if tags is not None:
             plain = not types or "string" in types
             middle = tags.middle.replace(WILD, (tags.flags or ("", ""))[0 if plain else 1])
@@ -149,13 +156,16 @@ class _Arguments:
         return f"{key}:", _braces(rule, spelling.quote, literal)
 
     def _json(self, schema: Any) -> str:
+        if isinstance(schema, dict) and not str(schema.get("$ref", "#/$defs/")).startswith(
+            ("#/$defs/", "#/definitions/")
+        ):
+            schema = resolved(schema, self._schema)
         root = {word: self._schema[word] for word in ("$defs", "definitions", "x-guidance") if word in self._schema}
         return f"%json {json.dumps({**root, **schema} if isinstance(schema, dict) else root)}"
 
     def _text(self, rule: str, end: str, schema: Any) -> list[str]:
         """A text without quotes: one of those that its schema lists, or anything up to ``end``."""
-        while isinstance(schema, dict) and "$ref" in schema:
-            schema = referred(schema["$ref"], self._schema)
+        schema = resolved(schema, self._schema)
         listed = (
             schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
         )

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from outpace.server.conversation.pieces import CallParser, Reading, Schemas, ToolId
 from outpace.server.conversation.values import Reads, no_constant, string, value
 
-LONGEST_NAME = 64
+LONGEST_NAME = 128  # of a function, in requests as in answers
 PYTHON_TAG, FUNCTION, FUNCTION_END = "<|python_tag|>", "<function=", "</function>"
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]")
 NAMES, ARGUMENTS = frozenset({"name", "tool_name"}), frozenset({"arguments", "parameters"})

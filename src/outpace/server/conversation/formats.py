@@ -23,7 +23,7 @@ from outpace.server.conversation.spelling import (
     written,
 )
 from outpace.text.chat_template import variables_of
-from outpace.text.grammar import After
+from outpace.text.grammar import After, Thoughts
 
 FENCES = ("```tool_call", "```tool_code", "```json")
 HARMONY_THOUGHTS_END = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")  # with anything between
@@ -123,14 +123,15 @@ def thoughts_opened(template: str | None, prompt: str) -> bool:
 
 
 def thoughts_end(template: str | None, prompt: str, *, calls: bool = False) -> After:
-    """What ends that which comes before an answer proper, or before ``calls`` or an answer: ``after`` of a grammar."""
+    """What ends that which comes before an answer proper, or before ``calls`` or an answer: ``after`` of a grammar.
+    Thoughts that the prompt has not begun may be left out."""
     found = format_of(template)
     if found.calls is HARMONY:
         *first, last = HARMONY_THOUGHTS_END
         return (*first, last if calls else last + HARMONY.answer)
     if found.thoughts is None or prompt.rstrip().endswith(found.thoughts[1]):
         return None
-    return found.thoughts[1]
+    return found.thoughts[1] if thoughts_opened(template, prompt) else Thoughts(*found.thoughts)
 
 
 def _known(template: str) -> Spelling | None:

@@ -11,7 +11,7 @@ from typing import Any
 from outpace.server.conversation.calls import FUNCTION_NAME, LONGEST_NAME
 from outpace.server.conversation.pieces import CallParser, Reading, Schemas, ToolId
 from outpace.server.conversation.spelling import WILD, Spelling
-from outpace.server.conversation.values import LONGEST_KEY, Reads, braces, raw, types_of, value
+from outpace.server.conversation.values import LONGEST_KEY, Reads, Types, braces, raw, types_of, value
 
 LONGEST_MIDDLE = 128  # characters between a name and its arguments
 _WORD = re.compile(rf"<[^<>\s]*>|<[^<>\s]+|\[[A-Z_]+\]|{WILD}?[^\s<\[{WILD}]+|\S")  # a mark, or what is none
@@ -24,7 +24,7 @@ class MarkedCalls(CallParser):
 
     def __init__(self, tool_id: ToolId, schemas: Schemas, spelling: Spelling) -> None:
         super().__init__(tool_id, schemas)
-        self._spelling = spelling
+        self._spelling, self._types = spelling, Types()
         words = _WORD.findall(spelling.begins)
         marks = [i for i, word in enumerate(words) if i == 0 or (word[0] in "<[" and len(word) > 1)]
         self._after = {words[i]: words[i + 1 :] for i in marks}
@@ -116,7 +116,8 @@ class MarkedCalls(CallParser):
         source, tags = self._source, self._spelling.tags
         assert tags is not None
         schema = (self._schemas or {}).get(name) or {}
-        end = _WORD.findall(self._spelling.closing)[0]
+        ends = [word for word in _WORD.findall(self._spelling.closing) if word[0] in "<["]
+        end, before = _WORD.findall(self._spelling.closing)[0], (tags.opening, *ends)
         begun = False
         while True:
             yield from source.spaces()
@@ -133,7 +134,8 @@ class MarkedCalls(CallParser):
                 self._start(name)
             self._argue(("{" if not begun else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             begun, self._mark = True, None
-            if not (yield from raw(source, tags.closing, self._argue, _types(schema, key), line=tags.line)):
+            types = _types(schema, key, self._types)
+            if not (yield from raw(source, tags.closing, self._argue, types, line=tags.line, before=before)):
                 return False
             self._mark = source.at
         if not begun:
@@ -158,6 +160,6 @@ class MarkedCalls(CallParser):
         return key.strip()
 
 
-def _types(schema: Any, key: str) -> frozenset[str]:
+def _types(schema: Any, key: str, known: Types) -> frozenset[str]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    return types_of(properties.get(key), schema) if isinstance(properties, dict) else frozenset()
+    return types_of(properties.get(key), schema, known) if isinstance(properties, dict) else frozenset()

@@ -7,9 +7,11 @@ cannot depend on how the text was split. What may yet become a call is held back
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, Protocol
 
 Reading = Generator[None, None, None]  # waits for text at every yield
@@ -135,18 +137,32 @@ class Call:
     name: str
     arguments: str = ""
 
-    def object(self) -> dict[str, Any]:
-        """The arguments; {} where they are no JSON object, as when the answer ended within them."""
-        return json_object(self.arguments) or {}
+    @property
+    def whole(self) -> bool:
+        """Whether the arguments are a JSON object: the answer did not end within them."""
+        return json_object(self.arguments) is not None
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that ``text`` is in JSON; None where it is none."""
+    """The object that ``text`` is in JSON; None where it is none. Escapes of half a pair stand for no character, and
+    numbers that are too large stay as they are written."""
     try:
-        found = json.loads(text)
+        found = json.loads(_ESCAPE.sub(_whole, text), parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+_ESCAPE = re.compile(r"\\(u[dD][89abAB]..\\u[dD][c-fC-F]..|u[dD][89a-fA-F]..|.)", re.DOTALL)
+
+
+def _whole(escape: re.Match[str]) -> str:
+    return "\\ufffd" if len(escape[0]) == 6 else escape[0]
+
+
+def _finite(number: str) -> float | str:
+    found = float(number)
+    return found if isfinite(found) else number
 
 
 @dataclass(slots=True)

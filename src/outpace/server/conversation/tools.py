@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outpace.errors import Argument, ParameterError
+from outpace.server.conversation.calls import LONGEST_NAME
 from outpace.server.conversation.spelling import Spelling
 from outpace.server.schema import Body
 
-FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+FUNCTION_NAME = rf"^[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}$"
 
 
 class Function(Body):

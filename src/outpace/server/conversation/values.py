@@ -185,11 +185,17 @@ def _escape(source: Characters, emit: Callable[[str], None], python: bool) -> Re
     return True
 
 
-def until(source: Characters, end: str, emit: Callable[[str], None], *, line: bool = False) -> Reads:
-    """Read and ``emit`` text up to ``end``, which is passed over. ``line``: a line break before it, too."""
+def until(
+    source: Characters, end: str, emit: Callable[[str], None], *, line: bool = False, before: tuple[str, ...] = ()
+) -> Reads:
+    """Read and ``emit`` text up to ``end``, which is passed over. ``line``: a line break before it, too. ``before``:
+    one of these must follow, or the answer's end: another ``end`` is text."""
     while True:
         text = source.text
         found = text.find(end, source.at)
+        while found >= 0 and _follows(source, found + len(end), before) is None:
+            found = text.find(end, found + 1)
+        certain = found >= 0 and _follows(source, found + len(end), before)
         stop = found if found >= 0 else len(text)
         if line and found >= 0 and text[source.at : stop].endswith("\n"):
             stop -= 1
@@ -197,23 +203,42 @@ def until(source: Characters, end: str, emit: Callable[[str], None], *, line: bo
             stop -= beginning(text, source.at, (end, "\n" + end) if line else (end,))
         if stop > source.at:
             emit(source.take(stop - source.at))
-        if found >= 0 or source.ended:
+        if certain or source.ended:
             source.at = len(text) if found < 0 else found + len(end)
             return found >= 0
         yield
 
 
-def raw(source: Characters, end: str, emit: Callable[[str], None], types: frozenset[str], *, line: bool) -> Reads:
+def _follows(source: Characters, at: int, words: tuple[str, ...]) -> bool | None:
+    """Whether one of ``words``, if there are any, follows ``at`` after white space, or the answer's end; None: nothing
+    does; False: that is not certain yet."""
+    while words and at < len(source.text) and source.text[at] in SPACE:
+        at += 1
+    if not words or source.text.startswith(words, at):
+        return True
+    rest = source.text[at : at + max(map(len, words))]
+    return source.ended if any(word.startswith(rest) for word in words) else None
+
+
+def raw(
+    source: Characters,
+    end: str,
+    emit: Callable[[str], None],
+    types: frozenset[str],
+    *,
+    line: bool,
+    before: tuple[str, ...] = (),
+) -> Reads:
     """Read text without quotes up to ``end`` as a value of ``types`` (of JSON schemas; none: unknown). A text's
-    characters are emitted as they come, anything else at its end."""
+    characters are emitted as they come, anything else at its end. ``line``, ``before``: see ``until``."""
     if types == {"string"}:
         emit('"')
-        if not (yield from until(source, end, lambda text: emit(escaped(text)), line=line)):
+        if not (yield from until(source, end, lambda text: emit(escaped(text)), line=line, before=before)):
             return False
         emit('"')
         return True
     texts: list[str] = []
-    ended = yield from until(source, end, texts.append, line=line)
+    ended = yield from until(source, end, texts.append, line=line, before=before)
     if ended:
         emit(typed("".join(texts), types))
     return ended
@@ -227,12 +252,11 @@ def escaped(text: str) -> str:
 def typed(text: str, types: frozenset[str]) -> str:
     """The JSON of a value that was written without quotes: in JSON or Python if that is one of ``types``."""
     found: Any = text
-    try:
-        found = json.loads(text, parse_constant=no_constant)
-    except (ValueError, RecursionError):
+    for read in (_read_json, ast.literal_eval):
         try:
-            found = ast.literal_eval(text.strip()) if len(text) <= LONGEST_LITERAL else text
-            json.dumps(found, allow_nan=False)
+            found = read(text.strip()) if read is _read_json or len(text) <= LONGEST_LITERAL else text
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # neither halves of pairs nor infinities
+            break
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             found = text
     if isinstance(found, float) and found.is_integer() and "integer" in types and "number" not in types:
@@ -241,6 +265,10 @@ def typed(text: str, types: frozenset[str]) -> str:
     if isinstance(found, str) or (types and kind not in types and not (kind == "integer" and "number" in types)):
         found = text
     return json.dumps(found, ensure_ascii=False)
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, parse_constant=no_constant)
 
 
 def no_constant(name: str) -> None:
@@ -257,24 +285,39 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "array")
 
 
-def types_of(schema: Any, root: Any, depth: int = 8) -> frozenset[str]:
-    """The types that ``schema``, within ``root``, allows; none where it does not say."""
+Types = dict[int, frozenset[str]]  # by a schema's id
+DEEPEST_TYPES = 64  # schemas within schemas of one value
+
+
+def types_of(schema: Any, root: Any, known: Types | None = None, depth: int = DEEPEST_TYPES) -> frozenset[str]:
+    """The types that ``schema``, within ``root``, allows; none where it does not say. ``known``: those of schemas that
+    were seen before, of which each is looked at once."""
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
+    known = {} if known is None else known
+    if id(schema) not in known:
+        known[id(schema)] = frozenset()  # of one that refers to itself
+        known[id(schema)] = _types_of(schema, root, known, depth - 1)
+    return known[id(schema)]
+
+
+def _types_of(schema: Mapping[str, Any], root: Any, known: Types, depth: int) -> frozenset[str]:
     if "$ref" in schema:
-        return types_of(referred(schema["$ref"], root), root, depth - 1)
+        return types_of(referred(schema["$ref"], root), root, known, depth)
     named = schema.get("type")
     if named is not None:
-        return frozenset([named] if isinstance(named, str) else named if isinstance(named, list) else ())
+        names = named if isinstance(named, list) else [named]
+        return frozenset(names) if all(isinstance(name, str) for name in names) else frozenset()
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(_kind(value) for value in schema.get("enum", [schema.get("const")]))
+        listed = schema.get("enum", [schema.get("const")])
+        return frozenset(map(_kind, listed)) if isinstance(listed, list) else frozenset()
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            each = [types_of(one, root, depth - 1) for one in schema[word]]
+            each = [types_of(one, root, known, depth) for one in schema[word]]
             return frozenset().union(*each) if all(each) else frozenset()
     if isinstance(schema.get("allOf"), list):
-        known = [types for one in schema["allOf"] if (types := types_of(one, root, depth - 1))]
-        return frozenset.intersection(*known) if known else frozenset()
+        found = [types for one in schema["allOf"] if (types := types_of(one, root, known, depth))]
+        return frozenset.intersection(*found) if found else frozenset()
     return frozenset()
 
 

@@ -21,7 +21,7 @@ from outpace.exact.noise import fresh_seed
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
 from outpace.server import errors
-from outpace.server.conversation.pieces import Event, Joined, OutputParser, Plain, Segmenter
+from outpace.server.conversation.pieces import Event, Joined, OutputParser, Plain, Segment, Segmenter
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer
@@ -129,7 +129,8 @@ class Choice:
     colours: Colours | None = None
     nothing: bool = False
     segmenter: Segmenter = field(default_factory=Segmenter)
-    _called: bool = False
+    _calls: Joined = field(default_factory=Joined)
+    _last: Segment | None = None
 
     def feed(self, delta: Delta) -> Part:
         """What ``delta`` means."""
@@ -139,7 +140,8 @@ class Choice:
         if delta.finish_reason is not None:
             pieces = [*pieces, *self.parser.finish()]
         events = self.segmenter.feed(pieces, last=delta.finish_reason is not None)
-        self._called = self._called or any(event.segment.kind == "call" for event in events)
+        self._calls.add(event for event in events if event.segment.kind == "call")
+        self._last = events[-1].segment if events else self._last
         written = () if self.colours is None else self.colours.of(delta)
         part = Part(self.index, events, delta.token_ids, delta.logprobs, delta.prompt_logprobs, written, delta.drafted)
         if delta.result is not None:
@@ -151,7 +153,11 @@ class Choice:
         if self.nothing:
             return "length", None
         if result.finish_reason == "stop":
-            return "tool_calls" if self._called else "stop", result.stopped_by
+            whole = [call.whole for call in self._calls.calls]
+            broken = self._last is not None and self._last.kind == "call" and not whole[-1]
+            if broken and not isinstance(result.stopped_by, str):  # the model's end came within a call
+                return "length", result.stopped_by
+            return "tool_calls" if any(whole) and not broken else "stop", result.stopped_by
         return "length", "deadline" if result.finish_reason == "deadline" else None
 
 

@@ -47,6 +47,8 @@ class Shares:
     def _give(self, key: str) -> None:
         self._free += 1
         self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]  # keys may be addresses, of which there are many
         self._go_on()
 
     def _go_on(self) -> None:
