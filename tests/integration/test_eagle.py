@@ -226,7 +226,8 @@ def test_contexts_up_to_the_model_s_limit(load: Load, tmp_path: Path) -> None:
             said.append(engine.generate(prompt, SamplingParams(max_tokens=20, ignore_eos=True)))
             engine.check()
     plain, drafted = said
-    assert (len(drafted.token_ids), drafted.finish_reason, drafted.notes) == (20, "length", ())
+    assert (len(drafted.token_ids), drafted.finish_reason) == (20, "length")
+    assert all("drafted tokens were accepted" in note for note in drafted.notes)  # it is random
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.drafted >= 30
 

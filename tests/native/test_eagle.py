@@ -333,7 +333,7 @@ def test_checkpoints_that_do_not_fit(target: NativeModel, rng: np.random.Generat
     for change, said in (
         ({"fc.weight": None}, "no tensor 'fc.weight'"),
         ({"fc.weight": np.zeros((64, 100), np.float32)}, "fc is 64 x 100"),
-        ({"layers.0.mlp.up_proj.weight": np.zeros((64, 64), np.float32)}, "an up matrix is 64 x 64"),
+        ({"layers.0.mlp.up_proj.weight": np.zeros((64, 64), np.float32)}, "a gate matrix is 96 x 64"),
         ({"d2t": np.arange(DRAFT)[::-1].copy()}, "must ascend"),
         ({"d2t": np.full(DRAFT, VOCAB)}, "row 1000 is not one"),
     ):
