@@ -328,7 +328,9 @@ def test_by_keyboard_alone(page: Any) -> None:
     steps.locator("#h-step").wait_for()
     drafters = page.evaluate("JSON.parse(sessionStorage.getItem('outpace.drafters'))")
     for name in page.locator("#legend span").all_inner_texts():  # one drafter, one colour, in both
-        assert steps.locator("#legend span", has_text=name).get_attribute("class") == f"s{drafters.index(name)}"
+        there = steps.locator("#legend span", has_text=name)
+        if there.count():  # what paid for the first answer may not have been asked for the second
+            assert there.get_attribute("class") == f"s{drafters.index(name)}"
     steps.locator("#forth").focus()
     page.keyboard.press("Escape")
     page.wait_for_selector("#viewer", state="hidden")
