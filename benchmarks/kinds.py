@@ -1,11 +1,11 @@
-"""Drafted decoding against plain decoding on a small random model of every family: minutes, no download.
+"""Drafted decoding against plain decoding on a small random model of every GGUF architecture: seconds, no download.
 
-A line a family: requests whose tokens are plain decoding's, of all that were asked, and how many drafted tokens were
+A line each: requests whose tokens are plain decoding's, of all that were asked, and how many drafted tokens were
 accepted. Greedy and sampled, alone and together, with every drafter that needs no training. Exit code 1 when a token
 differs.
 
 Example: ./scripts/prove kinds
-One family, more seeds: ./scripts/prove kinds --only gemma4 --seeds 20
+One of them, more seeds: ./scripts/prove kinds --only gemma4 --seeds 20
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
     with Tiny() as tiny:
         for architecture in given.only or _architectures():
             model = load_native(tiny.path("Q8_0", architecture), threads=given.threads)
-            same, asked, accepted = _family(model, given.seeds)
+            same, asked, accepted = _compared(model, given.seeds)
             model.close()
             print(f"{architecture:<16} {f'{same} of {asked}':>12} {accepted:>9}", flush=True)
             different += asked - same
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-def _family(model: NativeModel, seeds: int) -> tuple[int, int, int]:
+def _compared(model: NativeModel, seeds: int) -> tuple[int, int, int]:
     """(requests that are plain decoding's, requests, accepted tokens) of one model."""
     prompts, params = [], []
     for seed in range(seeds):

@@ -22,7 +22,7 @@ double softplus(double x) { return x > 30.0 ? x : natural_log(1.0 + exponential(
 }  // namespace
 
 // Which of a row's new tokens settle as they are read: of a chain of which only the last one's output is wanted, or one that is
-// too long to be kept, all but that one. Nobody takes those back.
+// too long to be kept, all but that one. Those are never taken back.
 int Model::settled(const BatchView& batch, int row) const {
     const int begin = batch.starts[row], n = batch.starts[row + 1] - begin;
     bool chain = true;

@@ -86,7 +86,7 @@ def expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise ModelError(f"{name}: nobody of this name has a home here: check the path") from error
+        raise ModelError(f"{name}: this machine has no such user: check the path") from error
 
 
 def cache_dir() -> Path:

@@ -238,7 +238,7 @@ def _path(source: Any) -> Path:
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
-        raise ParameterError(f"{name!s} is in the home of nobody: give a model's folder") from error
+        raise ParameterError(f"{name!s}: this machine has no such user: give a model's folder") from error
     if path.is_file():
         if path.suffix != ".json":
             raise ParameterError(f"{path} has no generation_config: give the folder that the model was made from")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outpace.control.adaptive import Adaptive
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, Event, RowView
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outpace.engine.sequence import Sequence
 
 NONE = "none"
+_Found = TypeVar("_Found")
 PLAINLY = DraftCost()
 NOTHING = DrafterNeeds()
 
@@ -101,12 +102,15 @@ class Drafting:
             ]
         self.attempt(name, rows, self.drafters[name].observe, events)
 
-    def attempt(self, name: str, rows: SequenceOf[Sequence], call: Callable[[Any], None], argument: Any) -> None:
-        """``call(argument)`` on behalf of a drafter, which loses its rows when that fails."""
+    def attempt(
+        self, name: str, rows: SequenceOf[Sequence], call: Callable[[Any], _Found], argument: Any
+    ) -> _Found | None:
+        """``call(argument)`` on behalf of a drafter, which loses its rows when that fails; then None."""
         try:
-            call(argument)
+            return call(argument)
         except Exception as error:
             self.drafter_failed(name, error, rows)
+            return None
 
     # -- rows --------------------------------------------------------------------------------------------------------
 

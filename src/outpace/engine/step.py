@@ -426,10 +426,9 @@ def read_prompts(step: Step, body: float) -> None:
         if rows.reads(sequence.native):
             found.setdefault(sequence.drafter, []).append((sequence, chunk.start + chunk.count, chunk.count))
     for name, beginnings in found.items():
-        read: list[int] = []
-        drafter, begun = drafting.drafters[name], time.perf_counter()
+        begun = time.perf_counter()
         given = [(s.row, s.tokens[:n], new) for s, n, new in beginnings]
-        drafting.attempt(name, [s for s, _, _ in beginnings], lambda arg: read.extend(drafter.read_prompts(arg)), given)  # noqa: B023
+        read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or ()
         seconds = time.perf_counter() - begun
         rows.has_read([(s.native, n) for s, n, _ in beginnings if s.native and s.row in read], seconds, body)
 

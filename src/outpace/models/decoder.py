@@ -1,38 +1,29 @@
-"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json.
-
-Long because each number is read from both, side by side.
-"""
+"""A decoder as data: what its family says (``families``) together with GGUF metadata or config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 
-from outpace.models import families, layer_shapes, metadata, rope
+from outpace.models import families, layer_shapes, metadata, recurrent, rope
 from outpace.models import latent as latents
-from outpace.models.families import ATTENDING, BIASES, KEYS, Family, Mixture
+from outpace.models.families import BIASES, KEYS, Family, Mixture
 from outpace.models.latent import Latent
 from outpace.models.layer_shapes import LayerShape
+from outpace.models.recurrent import MOST_LAYERS, DeltaNet, ShortConv, StateSpace
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
-_Kind = TypeVar("_Kind", bound="DeltaNet | ShortConv")
-_MOST_LAYERS = 1 << 12
 # By config.json's names; a family's own, which is none of these, it has whatever its configuration says.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
-_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _MOST_EXPERTS = 1 << 14
-_MIXERS = ("full_attention", "linear_attention")  # of layers with and without recurrence
-_MOST_HEADS, _MOST_TAPS = 1 << 12, 8  # of recurrent layers; native/model/weights.h
-_STATE_COLUMNS = 32  # of a tile of a state; native/kernels/table.h
 _GATING = {1: "softmax", 2: "sigmoid", 3: "of_chosen"}  # llama.cpp's numbers of scores
 _PIECE = 1 << 24  # bytes that are compared at once
 # Keys of config.json that make another model of it, where the family reads them, and why they are refused.
@@ -70,52 +61,6 @@ class Experts:
     chosen_by_bias: bool = True  # if the family has biases for that
     groups: int = 1  # of neighbours, of which the best ``used_groups`` are chosen before experts are
     used_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """Gated delta nets: a state of ``key_dim`` x ``value_dim`` for each of ``value_heads``, which share ``key_heads``.
-
-    ``taps``: of the convolution before them. ``tiled``: value head i reads key head i modulo ``key_heads``, where
-    otherwise neighbours share one.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    tiled: bool
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
-        return 2 * self.keys + self.values
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpace(DeltaNet):
-    """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each.
-
-    ``width``: of a head, which is padded with zeros to ``value_dim``.
-    """
-
-    width: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConv:
-    """Short convolutions over so many ``taps``, as wide as the model."""
-
-    taps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +215,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     embedding = gguf.info("token_embd.weight").shape
     if len(embedding) != 2:
         raise facts.fail("token_embd.weight is not a matrix")
-    layers = facts.whole("block_count", most=_MOST_LAYERS)
+    layers = facts.whole("block_count", most=MOST_LAYERS)
     latent = None if family.latent is None else latents.from_gguf(facts)
     head_dim = _head_dim(facts, _GGUF) if latent is None else latent.rank + latent.rotated
     beyond = 0 if family.heads_beyond is None else facts.whole("nextn_predict_layers", 0, layers - 1, 0)
@@ -302,7 +247,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     narrow = next((each.head_dim for each, window in zip(shapes or (), windows, strict=False) if window), head_dim)
     ropes += [Rope(base, rope.inverse_frequencies(base, narrow)) for base in bases[1:]]
     wide = layers == family.wide_scalar_layers
-    fed = _gguf_fed(facts, family, layers, keys, inners)
+    fed = recurrent.gguf_fed(facts, family, layers, keys, inners)
     scalar = facts.whole("embedding_length") // facts.whole("attention.head_count") if wide else head_dim
     scalar = scalar if latent is None else latent.plain + latent.rotated
     decoder = _decoder(
@@ -330,7 +275,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         ),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers, fed),
-        nets=_gguf_nets(facts, family, layers, keys, fed),
+        nets=recurrent.from_gguf(facts, family, layers, keys, fed),
         fed=fed,
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
@@ -357,7 +302,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
     facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
     if family.single:
-        facts = facts.about({**facts.all, **_single_layers(facts)})
+        facts = facts.about({**facts.all, **recurrent.single_layers(facts)})
     if "auto_map" in config and not family.brings_code:
         raise facts.fail("it brings its own code")
     if "quantization_config" in config:
@@ -376,7 +321,7 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     if (other := families.unmet(family, facts.get)) is not None:
         only = " or ".join(map(str, family.requires[other[0]]))
         raise facts.fail(f"its {other[0]} has {brief(other[1])}, where only {only} is supported")
-    layers = facts.whole("num_hidden_layers", most=_MOST_LAYERS)
+    layers = facts.whole("num_hidden_layers", most=MOST_LAYERS)
     latent = None if family.latent is None else latents.from_config(facts, family.latent)
     head_dim = _head_dim(facts, _FOLDER) if latent is None else latent.rank + latent.rotated
     rotated = _rotated(facts, family, layers)
@@ -402,10 +347,10 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         latent=latent,
         biases=family.biases if family.bias_flag is None or facts.get(family.bias_flag) else (),
         mixture=_folder_experts(facts, family.mixture, layers),
-        nets=_folder_nets(facts, family, layers),
+        nets=recurrent.from_config(facts, family, layers),
         fed=tuple(kind in ("mlp", "moe") for kind in facts.get("layer_types")) if family.single else (),
         norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
-        beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=_MOST_LAYERS, least=0),
+        beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=MOST_LAYERS, least=0),
         tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None),
         wrapped=text is not None,
     )
@@ -640,147 +585,6 @@ def _groups(facts: Facts, rule: Mixture, count: int, used: str, total: str, chos
             f"together with {facts.whole(used)} a token ({used})"
         )
     return groups, some
-
-
-def _folder_nets(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
-    """What a folder's recurrent layers are, and which layers are such."""
-    if family.conv is not None:
-        listed, attend = facts.get("layer_types"), facts.get("full_attn_idxs")
-        if listed is None:
-            listed = ["full_attention" if attend is None or i in attend else "conv" for i in range(layers)]
-        known = ("conv", "full_attention")
-        if not isinstance(listed, list) or len(listed) != layers or any(kind not in known for kind in listed):
-            raise facts.fail("layer_types must name full_attention or conv for each layer")
-        convolved = tuple(kind == "conv" for kind in listed)
-        return _attending(facts, ShortConv(facts.whole("conv_L_cache", most=_MOST_TAPS)), convolved)
-    if family.scan is not None:
-        return _folder_scan(facts, family.scan, layers)
-    if family.delta is None:
-        return None, ()
-    kinds = facts.get("layer_types")
-    if kinds is None:
-        every = facts.whole("full_attention_interval", family.delta.attends_every)
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _MIXERS for kind in kinds):
-        raise facts.fail("layer_types must name full_attention or linear_attention for each layer")
-    net = DeltaNet(
-        key_heads=facts.whole("linear_num_key_heads", most=_MOST_HEADS),
-        value_heads=facts.whole("linear_num_value_heads", most=_MOST_HEADS),
-        key_dim=facts.whole("linear_key_head_dim", most=_MOST_HEADS),
-        value_dim=facts.whole("linear_value_head_dim", most=_MOST_HEADS),
-        taps=facts.whole("linear_conv_kernel_dim", most=_MOST_TAPS),
-        tiled=False,
-    )
-    return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
-
-
-def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
-    """What a folder's state spaces are, and which layers are such."""
-    kinds = facts.get("layer_types")
-    scans = ("linear_attention", "mamba")
-    known = (*scans, *ATTENDING, "mlp", "moe")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise facts.fail("layer_types must name mamba or attention for each layer")
-    recurrent = tuple(kind in scans for kind in kinds)
-    if not any(recurrent):
-        return None, ()
-    limit = facts.get("time_step_limit")
-    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers' spelling is the last
-        raise facts.fail(f"it limits time steps (time_step_limit {brief(limit)})")
-    heads = facts.whole(rule.heads, most=_MOST_HEADS)
-    inner = facts.whole("hidden_size") * facts.whole(rule.expand) if rule.expand else 0
-    width = inner // heads if facts.get(rule.head_dim) == "auto" else facts.whole(rule.head_dim, most=_MOST_HEADS)
-    if rule.expand and width * heads != inner:
-        raise facts.fail(f"its state spaces' {heads} heads of {width} are not {rule.expand} times hidden_size, {inner}")
-    net = StateSpace(
-        key_heads=facts.whole(rule.groups, most=_MOST_HEADS),
-        value_heads=heads,
-        key_dim=facts.whole(rule.state, most=_MOST_HEADS),
-        value_dim=width + -width % _STATE_COLUMNS,
-        taps=facts.whole(rule.taps, most=_MOST_TAPS),
-        tiled=False,
-        width=width,
-    )
-    return _fitting(facts, net, recurrent)
-
-
-def _gguf_nets(
-    facts: Facts, family: Family, layers: int, keys: Any, fed: tuple[bool, ...]
-) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
-    """What a GGUF file's recurrent layers are, and which layers are such: those whose number of ``keys`` is 0, where
-    layers differ in it, and that are not ``fed``."""
-    if family.conv is not None:
-        if not isinstance(keys, np.ndarray) or len(keys) != layers:
-            raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
-        taps = ShortConv(facts.whole("shortconv.l_cache", most=_MOST_TAPS))
-        return _attending(facts, taps, tuple(int(n) == 0 for n in keys))
-    if family.delta is None and family.scan is None:
-        return None, ()
-    if family.delta is not None:
-        every = facts.whole("full_attention_interval", family.delta.attends_every)
-        recurrent = tuple((i + 1) % every > 0 for i in range(layers))
-    elif isinstance(keys, np.ndarray) and len(keys) == layers:
-        recurrent = tuple(int(n) == 0 and not (fed and fed[i]) for i, n in enumerate(keys))
-    else:
-        raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
-    heads = facts.whole("ssm.time_step_rank", most=_MOST_HEADS)
-    inner = facts.whole("ssm.inner_size")
-    if inner % heads:
-        raise facts.fail(f"its ssm.inner_size of {inner} is not shared by {heads} heads (ssm.time_step_rank)")
-    width = inner // heads
-    net = DeltaNet(
-        key_heads=facts.whole("ssm.group_count", most=_MOST_HEADS),
-        value_heads=heads,
-        key_dim=facts.whole("ssm.state_size", most=_MOST_HEADS),
-        value_dim=width,
-        taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
-        tiled=family.delta is not None and family.delta.tiled,
-    )
-    if family.delta is None:
-        net = StateSpace(**{**asdict(net), "value_dim": width + -width % _STATE_COLUMNS, "width": width})
-    return _fitting(facts, net, recurrent)
-
-
-def _gguf_fed(facts: Facts, family: Family, layers: int, keys: Any, inners: Any) -> tuple[bool, ...]:
-    """Of a file whose layers either mix tokens or feed them forward: which do that."""
-    if not family.single:
-        return ()
-    if any(not isinstance(each, np.ndarray) or len(each) != layers for each in (keys, inners)):
-        raise facts.fail("attention.head_count_kv and feed_forward_length must have a number for each layer")
-    if any(n and inner for n, inner in zip(keys, inners, strict=True)):
-        raise facts.fail(
-            "a layer of it has attention and a feed-forward (attention.head_count_kv, feed_forward_length)"
-        )
-    return tuple(int(inner) > 0 for inner in inners)
-
-
-def _single_layers(facts: Facts) -> dict[str, Any]:
-    """How many layers a folder has that either mix tokens or feed them forward, and the kind of each."""
-    kinds, pattern = facts.get("layers_block_type"), facts.get("hybrid_override_pattern")
-    if kinds is None and isinstance(pattern, str):
-        kinds = [_LETTERS.get(letter) for letter in pattern]
-    known = {*_LETTERS.values(), "mamba", "attention"}
-    if not isinstance(kinds, list) or not kinds or len(kinds) > _MOST_LAYERS or set(kinds) - known:
-        raise facts.fail("layers_block_type must name mamba, attention, mlp or moe for each layer")
-    return {"num_hidden_layers": len(kinds), "layer_types": kinds}
-
-
-def _fitting(facts: Facts, net: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
-    """Both, if they can be. Raises ModelError."""
-    assert isinstance(net, DeltaNet)
-    if net.value_heads % net.key_heads or net.key_dim % 16 or net.value_dim % 32:
-        raise facts.fail(
-            f"recurrent layers of {net.key_heads} key heads of {net.key_dim} and {net.value_heads} value heads of "
-            f"{net.value_dim} are not supported: sizes must be multiples of 16 and 32, and heads share evenly"
-        )
-    return _attending(facts, net, recurrent)
-
-
-def _attending(facts: Facts, kind: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
-    """Both, if some layer attends. Raises ModelError."""
-    if all(recurrent):
-        raise facts.fail(f"none of its {len(recurrent)} layers has attention (full_attention_interval, layer_types)")
-    return kind, recurrent
 
 
 def _adjusted(facts: Facts, inner: int) -> int:

@@ -8,7 +8,7 @@ half over the whole head, scores scaled by head_dim^-0.5. Long because it is one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Names = Mapping[str, tuple[str, str]]  # a part -> GGUF's name, Hugging Face's
@@ -364,6 +364,20 @@ _LFM2: Names = {
 }  # fmt: skip
 _LFM2_OUTER: Names = {**OUTER, "final_norm": ("token_embd_norm", "model.embedding_norm")}
 
+_GRANITE_EXPERTS = Mixture(
+    router=(
+        ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+    ),
+    experts={
+        part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
+        for part, a, b in (
+            ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
+            ("down", "output_linear.weight", "down_proj"),
+        )
+    },
+    count="num_local_experts", inner="intermediate_size", score="of_chosen",
+)  # fmt: skip
+
 FAMILIES = (
     Family(
         "llama", "LlamaForCausalLM", "llama", {**_LAYER, **_NORMS_BEFORE}, "llama", interleaved=True, mixed="mixtral",
@@ -609,24 +623,14 @@ FAMILIES = (
         },
         "granitehybrid", interleaved=True, scales=SCALES, scan=StateSpace(),
         rotates_if=("position_embedding_type", "rope", "rope.scaling.finetuned"),
-        mixture=Mixture(
-            router=(
-                ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
-            ),
-            experts={
-                part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
-                for part, a, b in (
-                    ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
-                    ("down", "output_linear.weight", "down_proj"),
-                )
-            },
+        mixture=replace(
+            _GRANITE_EXPERTS,
             shared={
                 "gate": ("ffn_gate_shexp", "shared_mlp.input_linear"),
                 "up": ("ffn_up_shexp", "shared_mlp.input_linear"),
                 "down": ("ffn_down_shexp", "shared_mlp.output_linear"),
             },
-            count="num_local_experts", optional=True, inner="intermediate_size",
-            shared_inner="shared_intermediate_size", score="of_chosen",
+            optional=True, shared_inner="shared_intermediate_size",
         ),
         refuses=("mamba_proj_bias",), requires={"mamba_conv_bias": (True,)},
         keys={"inner": "shared_intermediate_size"},
@@ -786,19 +790,7 @@ FAMILIES = (
     Family(
         "granite_moe", "GraniteMoeForCausalLM", "granitemoe", {**_LAYER, **_NORMS_BEFORE}, "granitemoe",
         interleaved=True, scales=SCALES,
-        mixture=Mixture(
-            router=(
-                ("ffn_gate_inp.weight",), ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
-            ),
-            experts={
-                part: ((f"ffn_{part}_exps.weight",), (f"block_sparse_moe.{a}", f"block_sparse_moe.experts.{b}"))
-                for part, a, b in (
-                    ("gate", "input_linear.weight", "gate_up_proj"), ("up", "input_linear.weight", "gate_up_proj"),
-                    ("down", "output_linear.weight", "down_proj"),
-                )
-            },
-            count="num_local_experts", inner="intermediate_size", score="of_chosen",
-        ),
+        mixture=_GRANITE_EXPERTS,
         absent={
             "attention_multiplier": 1.0, "max_position_embeddings": 2048, "intermediate_size": 11008,
             "num_local_experts": 8, "num_experts_per_tok": 2,

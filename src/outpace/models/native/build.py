@@ -12,6 +12,7 @@ from outpace import _fast
 from outpace.common.arrays import F32
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
+from outpace.models import recurrent
 from outpace.models.decoder import Decoder
 from outpace.models.families import BIASES, NORMS
 from outpace.models.native import weight_cache
@@ -183,7 +184,7 @@ class _Parts:
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
-        if isinstance(net := model.state(i), decoders.ShortConv):
+        if isinstance(net := model.state(i), recurrent.ShortConv):
             layer["conv"] = {"taps": net.taps, "in": layer.pop("in"), **weights.recurrent_vectors(i)}
         elif net is not None:
             layer["delta"] = {

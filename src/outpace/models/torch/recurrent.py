@@ -240,7 +240,7 @@ class Level:
 
 class Step:
     """A forward of ``batch`` over recurrent layers, one after the other: replays what rows keep, goes over tokens that
-    nobody takes back, and keeps records of the others. ``end`` takes it up; until then nothing has changed.
+    are never taken back, and keeps records of the others. ``end`` takes it up; until then nothing has changed.
 
     A token's operations are the same ones whatever is computed beside it: sums and products of single numbers, in one
     order.
@@ -397,7 +397,7 @@ def _summed(x: Tensor) -> Tensor:
 
 def settled(batch: Batch, begin: int, end: int) -> int:
     """How many of a row's new tokens, packed from ``begin`` to ``end``, settle as they are read: of a chain of which
-    only the last one's output is wanted, or one too long to be kept, all but that one. Nobody takes those back.
+    only the last one's output is wanted, or one too long to be kept, all but that one. Those are never taken back.
     Raises ValueError for a tree that is too large."""
     n = end - begin
     chain = bool((batch.parent[begin:end] == np.arange(-1, n - 1)).all())

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
-from outpace.models import decoder as decoders
+from outpace.models import recurrent
 from outpace.models.decoder import Decoder
 from outpace.models.families import MATRICES, NORMS, SPELLINGS, Names, Places, ShortConv, StateSpace, text_name
 from outpace.models.weights import safetensors
@@ -97,7 +97,7 @@ class Weights:
         full, first, rows = self._place(layer, name)
         stored = self._found(full)
         net = None if layer is None else self._decoder.state(layer)
-        if isinstance(net, decoders.DeltaNet) and self._woven_with(name):
+        if isinstance(net, recurrent.DeltaNet) and self._woven_with(name):
             return self._of_rows(full, stored, *self._rows_of(net, name))
         if rows == 0:
             return stored
@@ -413,10 +413,10 @@ class Weights:
         return sum(both[self._spelling] == rule.matrices[name][self._spelling] for both in rule.matrices.values()) > 1
 
     @staticmethod
-    def _rows_of(net: decoders.DeltaNet, name: str) -> tuple[int, npt.NDArray[np.int64]]:
+    def _rows_of(net: recurrent.DeltaNet, name: str) -> tuple[int, npt.NDArray[np.int64]]:
         """How many rows a tensor has in which a recurrent layer's matrices stand together, and a matrix's own of these,
         those of each of its letters together: by key head, or, of a state space, z, v, k, q, a; -1: a row of zeros."""
-        if isinstance(net, decoders.StateSpace):
+        if isinstance(net, recurrent.StateSpace):
             inner = net.value_heads * net.width
             parts = {"z": inner, "v": inner, "k": net.keys, "q": net.keys, "a": net.value_heads}
             first = dict(zip(parts, np.cumsum([0, *parts.values()])[:-1], strict=True))
@@ -452,14 +452,14 @@ class Weights:
         """The numbers of a recurrent layer beside its matrices, float32 [n], by the runtime's names."""
         rule, net, hidden = self._decoder.family.recurrent, self._decoder.state(layer), self._decoder.hidden
         if isinstance(rule, ShortConv):
-            assert isinstance(net, decoders.ShortConv)
+            assert isinstance(net, recurrent.ShortConv)
             taps = self._numbers(layer, rule.convolution, hidden, net.taps)
             return {"convolution": np.ascontiguousarray(taps.T).reshape(-1)}
         assert rule is not None
-        assert isinstance(net, decoders.DeltaNet)
+        assert isinstance(net, recurrent.DeltaNet)
         decay = self._numbers(layer, rule.decay, net.value_heads)
         channels = net.channels
-        if isinstance(net, decoders.StateSpace):
+        if isinstance(net, recurrent.StateSpace):
             channels -= net.value_heads * (net.value_dim - net.width)
         taps = self._numbers(layer, rule.convolution, channels, net.taps)
         found = {
@@ -467,7 +467,7 @@ class Weights:
             "dt_bias": self._numbers(layer, rule.dt_bias, net.value_heads),
         }
         if isinstance(rule, StateSpace):
-            assert isinstance(net, decoders.StateSpace)
+            assert isinstance(net, recurrent.StateSpace)
             values = net.value_heads * net.width
             order = self._rows_of(net, "qkv")[1] - values  # of the tensor's, where the gate comes first
             bias = self._numbers(layer, rule.convolution_bias, channels)
