@@ -9,6 +9,7 @@ import pytest
 from outpace.cli.app import parse as command
 from outpace.drafters.published import PUBLISHED, known_for
 from outpace.drafters.registry import parse
+from outpace.errors import ParameterError
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,5 @@ def test_the_command_says_how_to_use_each(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"-d suffix+{each['drafter']}" in each["command"] for each in found)
     assert command(["drafters", "demo"])() == 0
     assert "None is known for demo" in capsys.readouterr().out
+    with pytest.raises(ParameterError, match="model='' is no name"):
+        command(["drafters", ""])()

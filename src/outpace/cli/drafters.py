@@ -9,6 +9,7 @@ from outpace.cli.command import Command
 from outpace.cli.options import Common
 from outpace.cli.terminal import table
 from outpace.common.parameter import argument
+from outpace.errors import Argument, ParameterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ def run(
     """List drafters that were published for a model, with the command that uses each."""
     from outpace.drafters.published import DATE, known_for
 
+    if not model.strip():
+        raise ParameterError(Argument("model", model), " is no name: give a model's, as --model takes it")
     found = [
         Entry(each.spec, each.model, each.source, f"outpace generate -m {model} -d suffix+{each.spec} 'Hello'")
         for each in known_for(model)
