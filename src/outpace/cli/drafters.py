@@ -30,7 +30,7 @@ def run(
     from outpace.drafters.published import DATE, known_for
 
     if not model.strip():
-        raise ParameterError(Argument("model", model), " is no name: give a model's, as --model takes it")
+        raise ParameterError(Argument("model", model), " is no name: give a model's, ORG/NAME or a path")
     found = [
         Entry(each.spec, each.model, each.source, f"outpace generate -m {model} -d suffix+{each.spec} 'Hello'")
         for each in known_for(model)
