@@ -62,10 +62,19 @@ StateShape states_of(const Weights& weights) {
     return shape;
 }
 
-KVShape keys_of(const Weights& weights, KVType type) {
+// Layers with a window have blocks of their own, unless another one that sees more reads them, or no row is longer.
+KVShape keys_of(const Weights& weights, KVType type, bool windowed) {
+    const auto seen = [&](const Layer& l) { return windowed && l.window > 0 && l.window < weights.config.max_length ? l.window : 0; };
+    std::vector<int> windows;
+    for (const Layer& l : weights.layers) {
+        windows.push_back(seen(l));
+        if (l.shares < 0) continue;
+        int& shared = windows[static_cast<size_t>(l.shares)];
+        shared = shared > 0 && seen(l) > 0 ? std::max(shared, seen(l)) : 0;
+    }
     KVShape shape{type};
-    for (const Layer& l : weights.layers)
-        if (l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim());
+    for (size_t i = 0; i < weights.layers.size(); ++i)
+        if (const Layer& l = weights.layers[i]; l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim(), windows[i]);
     return shape;
 }
 
@@ -78,13 +87,13 @@ int groups_of(int heads, int kv_heads) {
 
 }  // namespace
 
-Model::Model(
-    std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit)
+Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
+    int64_t kv_limit, bool windowed)
     : weights_(std::move(weights)),
       runtime_(std::move(runtime)),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
-      kv_(keys_of(*weights_, kv_type), kv_limit, states_of(*weights_)),
+      kv_(keys_of(*weights_, kv_type, windowed), kv_limit, states_of(*weights_)),
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {

@@ -76,8 +76,9 @@ extern const char* const kPhaseNames[kPhases];
 // Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants.
 class Model {
 public:
-    Model(
-        std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit);
+    // `windowed`: rows give back what no window reaches; not for a drafter's rows, which are cut anywhere.
+    Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
+        int64_t kv_limit, bool windowed);
 
     // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range,
     // MemoryLimit; then every row is as it was.

@@ -7,14 +7,8 @@
 #include <utility>
 
 namespace outpace {
-namespace {
-
-size_t blocks_for(int64_t positions) { return static_cast<size_t>((positions + kBlock - 1) / kBlock); }
-
-}  // namespace
-
 KV::KV(KVShape shape, int64_t limit, StateShape states)
-    : shape_(std::move(shape)), limit_(limit), arena_(shape_.block()), states_(states) {}
+    : shape_(std::move(shape)), limit_(limit), pools_{KVBlocks(shape_.block[kFull]), KVBlocks(shape_.block[kWindowed])}, states_(states) {}
 
 const KV::Row& KV::at(int row) const {
     if (row < 0 || row >= static_cast<int>(rows_.size()) || !rows_[static_cast<size_t>(row)].used)
@@ -25,7 +19,10 @@ const KV::Row& KV::at(int row) const {
 int64_t KV::bytes_for(int64_t positions) const {
     if (positions < 0 || positions > std::numeric_limits<int>::max())
         throw std::invalid_argument("a row of " + std::to_string(positions) + " positions is not possible");
-    return bytes_of(blocks_for(positions)) + (recurrent() ? states_.bytes_for(positions) : 0);
+    // Of windowed layers: from the first block that any of the last kBehind + 1 tokens sees to the one that the next writes into.
+    const size_t most = static_cast<size_t>((shape_.window - 1 + kBlock - 1) / kBlock + 1 + kBehind / kBlock);
+    return pools_[kFull].bytes(blocks_for(kFull, positions)) + pools_[kWindowed].bytes(std::min(blocks_for(kWindowed, positions), most)) +
+           (recurrent() ? states_.bytes_for(positions) : 0);
 }
 
 int64_t KV::growth(int row, int64_t n) const {
@@ -33,20 +30,29 @@ int64_t KV::growth(int row, int64_t n) const {
     if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
         throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot grow by " +
                                     std::to_string(n) + " positions");
-    const bool copies = n > 0 && r.length % kBlock != 0 && r.blocks.back()->owners > 1;
-    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0)) + (recurrent() ? states_.growth(row, n) : 0);
+    int64_t bytes = recurrent() ? states_.growth(row, n) : 0;
+    for (int pool = 0; pool < kPools && n > 0; ++pool) {
+        const std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)];
+        size_t more = blocks_for(pool, r.length + n) - blocks.size();
+        if (r.length % kBlock != 0 && !blocks.empty() && blocks.back()->shared(r.length % kBlock)) ++more;
+        bytes += pools_[static_cast<size_t>(pool)].bytes(more);
+    }
+    for (size_t i = r.first; i < first_left(r) && n > 0; ++i)
+        if (r.blocks[kWindowed][i]->owners == 1) bytes -= pools_[kWindowed].bytes(1);
+    return bytes;
 }
 
 int64_t KV::exclusive(const std::vector<int>& rows) const {
     std::vector<int> unique = rows;
     std::sort(unique.begin(), unique.end());
     unique.erase(std::unique(unique.begin(), unique.end()), unique.end());
+    int64_t bytes = recurrent() ? states_.exclusive(unique) : 0;
     std::unordered_map<const Block*, int> seen;
-    size_t alone = 0;
-    for (const int row : unique)
-        for (const Block* block : at(row).blocks)
-            if (++seen[block] == block->owners) ++alone;
-    return bytes_of(alone) + (recurrent() ? states_.exclusive(unique) : 0);
+    for (size_t pool = 0; pool < kPools; ++pool)
+        for (const int row : unique)
+            for (const Block* block : at(row).blocks[pool])
+                if (block && ++seen[block] == block->owners) bytes += pools_[pool].bytes(1);
+    return bytes;
 }
 
 int KV::alloc() {
@@ -61,20 +67,73 @@ void KV::free(int row) {
     Row& r = at(row);
     shrink(r, 0);
     states_.clear(row);
+    drop_kept_if([&](const Kept& kept) { return kept.row == row; });
     r.used = false;
 }
 
 int KV::reachable(int row, int n) const {
-    const int most = std::min(std::max(n, 0), at(row).length);
-    return recurrent() ? states_.reachable(row, most) : most;
+    int most = std::min(std::max(n, 0), at(row).length);
+    for (;;) {
+        const int found = within_windows(row, recurrent() ? states_.reachable(row, most) : most);
+        if (found == most) return most;
+        most = found;
+    }
+}
+
+// The longest beginning of at most n positions behind which a token's windows are there.
+int KV::within_windows(int row, int n) const {
+    if (has_window(at(row), n)) return n;
+    const auto kept = kept_at(row, n);
+    return kept == kept_.end() ? 0 : kept->end;
+}
+
+// The longest kept beginning of at most n positions.
+std::deque<KV::Kept>::const_iterator KV::kept_at(int row, int n) const {
+    auto best = kept_.end();
+    for (auto each = kept_.begin(); each != kept_.end(); ++each)
+        if (each->row == row && each->end <= n && (best == kept_.end() || each->end > best->end)) best = each;
+    return best;
+}
+
+template <class F>
+void KV::drop_kept_if(const F& f) {
+    for (const Kept& kept : kept_)
+        if (f(kept))
+            for (Block* block : kept.blocks) pools_[kWindowed].drop(block);
+    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), f), kept_.end());
+}
+
+bool KV::drop_kept() {
+    if (kept_.empty()) return false;
+    for (Block* block : kept_.front().blocks) pools_[kWindowed].drop(block);
+    kept_.pop_front();
+    return true;
+}
+
+void KV::keep(int row) {
+    states_.keep(row);
+    keep_windows(row);
+}
+
+void KV::keep_windows(int row) {
+    const Row& r = at(row);
+    if (!windowed() || r.length == 0 || !has_window(r, r.length)) return;
+    const std::vector<Block*>& blocks = r.blocks[kWindowed];
+    Kept kept{row, r.length, first_seen(r.length), {}};
+    if (const auto there = kept_at(row, r.length); there != kept_.end() && there->end == r.length) return;
+    kept.blocks.assign(blocks.begin() + static_cast<std::ptrdiff_t>(kept.first), blocks.end());
+    kept_.push_back(std::move(kept));
+    for (size_t i = kept_.back().first; i < blocks.size(); ++i)
+        pools_[kWindowed].keep(blocks[i], std::min(kBlock, r.length - static_cast<int>(i) * kBlock));
 }
 
 // n, if the row can be cut or forked there.
 int KV::checked(int row, int n, const char* what) const {
-    if (recurrent() && states_.reachable(row, n) != n)
+    if (n > 0 && reachable(row, n) != n)
         throw std::invalid_argument(std::string("cannot ") + what + " " + std::to_string(n) + " of " + std::to_string(at(row).length) +
-                                    " positions of KV row " + std::to_string(row) +
-                                    ": its recurrent layers have passed them; `reachable` says what can be had");
+                                    " positions of KV row " + std::to_string(row) + ": its " +
+                                    (has_window(at(row), n) ? "recurrent layers" : "windows") +
+                                    " have passed them; `reachable` says what can be had");
     return n;
 }
 
@@ -85,13 +144,33 @@ void KV::truncate(int row, int n) {
             "cannot truncate KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " to " + std::to_string(n));
     checked(row, n, "keep");
     if (recurrent()) states_.truncate(row, n);
+    if (n > 0 && !has_window(r, n)) {
+        const auto kept = kept_at(row, n);
+        for (Block* block : kept->blocks) pools_[kWindowed].own(block);
+        for (size_t i = r.first; i < r.blocks[kWindowed].size(); ++i) pools_[kWindowed].give(r.blocks[kWindowed][i]);
+        r.first = kept->first;
+        r.blocks[kWindowed].assign(r.first, nullptr);
+        r.blocks[kWindowed].insert(r.blocks[kWindowed].end(), kept->blocks.begin(), kept->blocks.end());
+    }
+    drop_kept_if([&](const Kept& kept) { return kept.row == row && kept.end > n; });
     shrink(r, n);
 }
 
 void KV::shrink(Row& row, int n) {
     row.length = n;
-    for (size_t i = blocks_for(n); i < row.blocks.size(); ++i) give(row.blocks[i]);
-    row.blocks.resize(blocks_for(n));
+    for (int pool = 0; pool < kPools; ++pool) {
+        std::vector<Block*>& blocks = row.blocks[static_cast<size_t>(pool)];
+        for (size_t i = blocks_for(pool, n); i < blocks.size(); ++i)
+            if (blocks[i]) pools_[static_cast<size_t>(pool)].give(blocks[i]);
+        blocks.resize(blocks_for(pool, n));
+    }
+    if (n == 0) row.first = 0;
+}
+
+// Gives back what no window of the row's next tokens reaches, nor of the kBehind tokens before them.
+void KV::pass(Row& row) {
+    for (const size_t end = first_left(row); row.first < end; ++row.first)
+        pools_[kWindowed].give(std::exchange(row.blocks[kWindowed][row.first], nullptr));
 }
 
 void KV::settle() {
@@ -99,86 +178,89 @@ void KV::settle() {
         Row& row = rows_[i];
         if (const int at = static_cast<int>(i); recurrent() && row.used && states_.length(at) != row.length) {
             states_.clear(at);  // the forward had gone over some of its tokens
+            drop_kept_if([&](const Kept& kept) { return kept.row == at; });
             row.length = 0;
         }
         shrink(row, row.length);
     }
 }
 
-void KV::give(Block* block) {
-    if (--block->owners > 0) return;
-    spare_.push_back(block);  // never fails: see take
-    --used_;
-}
-
-// So many blocks that no row has yet, each with one owner to be; all or none.
-std::vector<KV::Block*> KV::take(size_t count, const char* what, int64_t beside) {
-    if (limit_ >= 0 && bytes() + bytes_of(count) + beside > limit_)
-        throw MemoryLimit(std::string(what) + " takes " + std::to_string(bytes_of(count) + beside) + " bytes of KV memory, but only " +
+// Makes room for so many blocks of each pool, which pools_ then has: or throws MemoryLimit, std::bad_alloc.
+void KV::reserve(const Counts& counts, const char* what, int64_t beside) {
+    const auto spared = [&](size_t pool) { return pools_[pool].spare(); };
+    int64_t need = beside, fresh = 0;  // in blocks: of those that have no memory yet
+    for (size_t pool = 0; pool < kPools; ++pool) {
+        need += pools_[pool].bytes(counts[pool]);
+        fresh += pools_[pool].bytes(counts[pool] - std::min(counts[pool], spared(pool)));
+    }
+    if (limit_ >= 0 && bytes() + need > limit_)
+        throw MemoryLimit(std::string(what) + " takes " + std::to_string(need) + " bytes of KV memory, but only " +
                           std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
                           " are free: shorten the requests, run fewer at once or raise kv_memory");
-    while (limit_ >= 0 && bytes() + states_.snapshot_bytes(false) + bytes_of(count) + beside > limit_ && states_.drop_snapshot()) {}
-    const size_t room = limit_ < 0 ? std::numeric_limits<size_t>::max()
-                                   : static_cast<size_t>(limit_) / shape_.block();  // spare ones count, but states do not
-    std::vector<Block*> taken;
-    taken.reserve(count);
-    while (spare_.size() < count) {
-        blocks_.reserve(blocks_.size() < blocks_.capacity() ? 0 : std::max<size_t>(64, 2 * blocks_.size()));
-        spare_.reserve(blocks_.capacity());  // `give` must not fail
-        auto block = std::make_unique<Block>(Block{nullptr, 0});
-        block->data = arena_.take(room - blocks_.size());
-        spare_.push_back(block.get());
-        blocks_.push_back(std::move(block));
-    }
-    for (size_t i = 0; i < count; ++i) {
-        taken.push_back(spare_.back());
-        spare_.pop_back();
-        taken.back()->owners = 1;
-    }
-    used_ += count;
-    return taken;
+    const auto taken = [&] { return bytes() + states_.snapshot_bytes(false) + pools_[kWindowed].kept(); };
+    while (limit_ >= 0 && taken() + need > limit_ && (states_.drop_snapshot() || drop_kept())) {}
+    const size_t window = static_cast<size_t>(shape_.window / kBlock + 1);
+    while (pools_[kWindowed].kept() > pools_[kWindowed].bytes(kKeptWindows * window) && drop_kept()) {}
+    for (size_t pool = 0; pool < kPools; ++pool)  // what one pool has spare, the other may need
+        while (limit_ >= 0 && held_in_blocks() + fresh > limit_ && spared(pool) > counts[pool]) pools_[pool].discard();
+    for (size_t pool = 0; pool < kPools; ++pool)
+        if (counts[pool] > 0)
+            pools_[pool].reserve(
+                counts[pool], limit_ < 0 ? std::numeric_limits<size_t>::max() : static_cast<size_t>(limit_) / pools_[pool].size());
 }
 
 // A block that the row shares gives way to the row's own copy of it. Whole blocks: what lies beyond is never read.
-void KV::own(Row& row, size_t i, Block* copy) {
-    std::memcpy(copy->data, row.blocks[i]->data, shape_.block());
-    give(row.blocks[i]);
-    row.blocks[i] = copy;
+void KV::copy(Row& row, int pool, size_t i) {
+    KVBlocks& blocks = pools_[static_cast<size_t>(pool)];
+    Block*& at = row.blocks[static_cast<size_t>(pool)][i];
+    Block* own = blocks.take();
+    std::memcpy(own->data, at->data, blocks.size());
+    blocks.give(at);
+    at = own;
 }
 
 void KV::grow(const std::vector<Need>& needs) {
-    size_t count = 0;
+    for (const auto& [row, n] : needs)
+        if (n < 0 || n > std::numeric_limits<int>::max() - at(row).length)
+            throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
+    Counts count{};
     int64_t beside = 0;
     std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
-    std::vector<bool> copies(needs.size(), false);
-    for (size_t i = 0; i < needs.size(); ++i) {
-        const auto [row, n] = needs[i];
+    std::vector<std::pair<Row*, int>> copies;    // and the pool
+    for (const auto& [row, n] : needs) {
         Row& r = at(row);
-        if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
-            throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
-        count += blocks_for(r.length + n) - r.blocks.size();
+        if (n > 0) pass(r);
         if (recurrent()) beside += states_.growth(row, n);
-        r.blocks.reserve(blocks_for(r.length + n));
-        if (n == 0 || r.length % kBlock == 0 || r.blocks.back()->owners == 1) continue;
-        int& others = left.emplace(r.blocks.back(), r.blocks.back()->owners).first->second;
-        copies[i] = others > 1;  // the last owner may write where it is
-        if (others-- > 1) ++count;
+        for (int pool = 0; pool < kPools; ++pool) {
+            std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)];
+            const size_t all = blocks_for(pool, r.length + n);
+            count[static_cast<size_t>(pool)] += all - blocks.size();
+            blocks.reserve(all);
+            if (n == 0 || r.length % kBlock == 0 || blocks.empty() || !blocks.back()->shared(r.length % kBlock)) continue;
+            int& others = left.emplace(blocks.back(), blocks.back()->owners).first->second;
+            if (others-- > 1 || blocks.back()->kept > r.length % kBlock) {  // else the last owner may write where it is
+                copies.emplace_back(&r, pool);
+                ++count[static_cast<size_t>(pool)];
+            }
+        }
     }
-    const std::vector<Block*> taken = take(count, "this forward", beside);
-    auto next = taken.begin();
-    for (size_t i = 0; i < needs.size(); ++i) {
-        Row& r = at(needs[i].row);
-        if (copies[i]) own(r, r.blocks.size() - 1, *next++);
-        while (r.blocks.size() < blocks_for(r.length + needs[i].positions)) r.blocks.push_back(*next++);
+    reserve(count, "this forward", beside);
+    for (const auto& [row, pool] : copies) copy(*row, pool, row->blocks[static_cast<size_t>(pool)].size() - 1);
+    for (const auto& [row, n] : needs) {
+        Row& r = at(row);
+        for (int pool = 0; pool < kPools; ++pool)
+            for (std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)]; blocks.size() < blocks_for(pool, r.length + n);)
+                blocks.push_back(pools_[static_cast<size_t>(pool)].take());
     }
 }
 
-// Calls f(part's offset, piece's offset in it, bytes) for whatever a slot has in a block, layer by layer and head by head.
+// Calls f(part's offset, piece's offset in it, bytes) for whatever a slot has in a pool's block, layer by layer and head by head.
 // A key is spread over its tile of 16 slots: pairs of bf16, floats or bytes, one place of each 16.
 template <class F>
-void KV::each_piece(int slot, const F& f) const {
+void KV::each_piece(int pool, int slot, const F& f) const {
     const size_t piece = shape_.type == KVType::I8 ? 1 : 4, at = static_cast<size_t>(slot);
     for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
+        if (shape_[layer].pool != pool) continue;
         const size_t dim = static_cast<size_t>(shape_[layer].dim_padded()), row = dim * element_bytes(shape_.type), count = row / piece;
         const size_t value_dim = static_cast<size_t>(shape_[layer].value_padded()), value_row = value_dim * element_bytes(shape_.type);
         for (int head = 0; head < shape_[layer].heads; ++head) {
@@ -193,12 +275,16 @@ void KV::each_piece(int slot, const F& f) const {
 }
 
 void KV::move_slot(Row& row, int from, int to) {
-    const uint8_t* src = row.blocks[static_cast<size_t>(from / kBlock)]->data;
-    uint8_t* dst = row.blocks[static_cast<size_t>(to / kBlock)]->data;
-    std::vector<size_t> places;
-    each_piece(from % kBlock, [&](size_t part, size_t at, size_t) { places.push_back(part + at); });
-    auto place = places.begin();
-    each_piece(to % kBlock, [&](size_t part, size_t at, size_t bytes) { std::memcpy(dst + part + at, src + *place++, bytes); });
+    for (int pool = 0; pool < kPools; ++pool) {
+        const std::vector<Block*>& blocks = row.blocks[static_cast<size_t>(pool)];
+        if (blocks.empty()) continue;
+        const uint8_t* src = blocks[static_cast<size_t>(from / kBlock)]->data;
+        uint8_t* dst = blocks[static_cast<size_t>(to / kBlock)]->data;
+        std::vector<size_t> places;
+        each_piece(pool, from % kBlock, [&](size_t part, size_t at, size_t) { places.push_back(part + at); });
+        auto place = places.begin();
+        each_piece(pool, to % kBlock, [&](size_t part, size_t at, size_t bytes) { std::memcpy(dst + part + at, src + *place++, bytes); });
+    }
 }
 
 void KV::compact(int row, int start, const int32_t* keep, int n) {
@@ -213,14 +299,21 @@ void KV::compact(int row, int start, const int32_t* keep, int n) {
                                     std::to_string(states_.base(row)));
     int first = 0;
     while (first < n && keep[first] == first) ++first;  // those stay where they are
-    std::vector<size_t> shared;
-    if (first < n)
-        for (size_t b = static_cast<size_t>((start + first) / kBlock); b < blocks_for(start + n); ++b)
-            if (r.blocks[b]->owners > 1) shared.push_back(b);
-    const std::vector<Block*> copies = take(shared.size(), "keeping a part of what is shared");
-    for (size_t i = 0; i < shared.size(); ++i) own(r, shared[i], copies[i]);
+    checked(row, start, "compact from");
+    std::vector<std::pair<int, size_t>> shared;  // pool, block
+    Counts count{};
+    for (int pool = 0; pool < kPools && first < n; ++pool)
+        for (size_t b = static_cast<size_t>((start + first) / kBlock); b < blocks_for(pool, start + n); ++b) {
+            const int slot = std::max(start + first - static_cast<int>(b) * kBlock, 0);
+            if (!r.blocks[static_cast<size_t>(pool)][b]->shared(slot)) continue;
+            shared.emplace_back(pool, b);
+            ++count[static_cast<size_t>(pool)];
+        }
+    reserve(count, "keeping a part of what is shared");
+    for (const auto& [pool, b] : shared) copy(r, pool, b);
     for (int i = first; i < n; ++i) move_slot(r, start + keep[i], start + i);
     if (recurrent()) states_.compact(row, start, keep, n);
+    drop_kept_if([&](const Kept& kept) { return kept.row == row && kept.end > start; });
     shrink(r, start + n);
 }
 
@@ -233,16 +326,31 @@ void KV::fork(int src, int dst, int n) {
                                     std::to_string(to.length) + "): it must be another row, and empty");
     checked(src, n, "fork");
     if (recurrent() && limit_ >= 0) {
-        while (bytes() + states_.snapshot_bytes(false) + states_.fork_bytes(src, n) > limit_ && states_.drop_snapshot()) {}
+        const auto taken = [&] { return bytes() + states_.snapshot_bytes(false) + pools_[kWindowed].kept(); };
+        while (taken() + states_.fork_bytes(src, n) > limit_ && states_.drop_snapshot()) {}
         if (checked(src, n, "fork"); bytes() + states_.fork_bytes(src, n) > limit_)
             throw MemoryLimit("a beginning that is shared takes " + std::to_string(states_.fork_bytes(src, n)) +
                               " bytes of KV memory, but only " + std::to_string(limit_ - bytes()) + " of " + std::to_string(limit_) +
                               " are free: run fewer at once or raise kv_memory");
     }
     if (recurrent()) states_.fork(src, dst, n);
-    to.blocks.assign(from.blocks.begin(), from.blocks.begin() + static_cast<std::ptrdiff_t>(blocks_for(n)));
-    for (Block* block : to.blocks) ++block->owners;
+    const auto begin = from.blocks[kFull].begin();
+    to.blocks[kFull].assign(begin, begin + static_cast<std::ptrdiff_t>(blocks_for(kFull, n)));
+    if (n > 0 && !has_window(from, n)) {
+        const auto kept = kept_at(src, n);
+        to.blocks[kWindowed].assign(kept->first, nullptr);
+        to.blocks[kWindowed].insert(to.blocks[kWindowed].end(), kept->blocks.begin(), kept->blocks.end());
+        to.first = kept->first;
+    } else if (n > 0 && windowed()) {
+        const auto first = from.blocks[kWindowed].begin();
+        to.blocks[kWindowed].assign(first, first + static_cast<std::ptrdiff_t>(blocks_for(kWindowed, n)));
+        to.first = from.first;
+    }
+    for (size_t pool = 0; pool < kPools; ++pool)
+        for (Block* block : to.blocks[pool])
+            if (block) pools_[pool].own(block);
     to.length = n;
+    keep_windows(dst);  // who begins like it may, too
 }
 
 std::vector<int> KV::rows() const {
@@ -256,46 +364,53 @@ void KV::check() const {
     const auto require = [](bool holds, const char* what) {
         if (!holds) throw std::logic_error(what);
     };
-    struct Place {
-        int owners;
-        size_t index;
+    std::array<std::unordered_map<const Block*, int>, kPools> owners;
+    std::unordered_map<const Block*, int> keepers;
+    std::unordered_map<const Block*, size_t> places;
+    const auto found = [&](const Block* block, size_t place) {
+        require(places.emplace(block, place).first->second == place, "a KV block stands at two places");
     };
-    std::unordered_map<const Block*, Place> found;
     for (const Row& row : rows_) {
         require(row.used || row.length == 0, "a freed KV row still has positions");
-        require(row.length >= 0 && row.blocks.size() == blocks_for(row.length), "a KV row's blocks do not fit its length");
+        require(row.length >= 0 && has_window(row, row.length), "a KV row's windows are not there");
         if (recurrent() && row.used) states_.check(static_cast<int>(&row - rows_.data()), row.length);
-        for (size_t i = 0; i < row.blocks.size(); ++i) {
-            Place& place = found.emplace(row.blocks[i], Place{0, i}).first->second;
-            ++place.owners;
-            require(place.index == i, "a KV block stands at two places");
+        for (int pool = 0; pool < kPools; ++pool) {
+            const std::vector<Block*>& blocks = row.blocks[static_cast<size_t>(pool)];
+            require(blocks.size() == blocks_for(pool, row.length), "a KV row's blocks do not fit its length");
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                require((blocks[i] == nullptr) == (pool == kWindowed && i < row.first), "a KV row lacks a block");
+                if (!blocks[i]) continue;
+                ++owners[static_cast<size_t>(pool)][blocks[i]];
+                found(blocks[i], i);
+            }
         }
     }
-    require(found.size() == used_, "the KV blocks in use do not add up");
-    for (const Block* block : spare_) {
-        require(block->owners == 0, "a spare KV block has an owner");
-        require(found.emplace(block, Place{0, 0}).second, "a KV block is spare and in use, or spare twice");
+    for (const Kept& kept : kept_) {
+        require(at(kept.row).length >= kept.end && kept.first + kept.blocks.size() == blocks_for(kWindowed, kept.end),
+            "a kept beginning does not fit its row");
+        for (size_t i = 0; i < kept.blocks.size(); ++i) {
+            ++keepers[kept.blocks[i]];
+            found(kept.blocks[i], kept.first + i);
+        }
     }
-    require(found.size() == blocks_.size(), "KV blocks were lost");
-    for (const std::unique_ptr<Block>& block : blocks_) {
-        const auto at = found.find(block.get());
-        require(at != found.end(), "a KV block is owned by nobody");
-        require(at->second.owners == block->owners, "a KV block's owners are miscounted");
-    }
-    require(limit_ < 0 || bytes() + (recurrent() ? states_.snapshot_bytes(true) : bytes_of(spare_.size())) <= limit_,
+    pools_[kFull].check(owners[kFull], {});
+    pools_[kWindowed].check(owners[kWindowed], keepers);
+    require(limit_ < 0 || (recurrent() ? bytes() + states_.snapshot_bytes(true) + pools_[kWindowed].kept() : held_in_blocks()) <= limit_,
         "more KV memory is taken than allowed");
 }
 
 void KV::poison() {
     std::unordered_map<const Block*, int> used;  // slots of a block that its longest owner uses
     for (const Row& row : rows_)
-        for (size_t i = 0; i < row.blocks.size(); ++i) {
-            int& slots = used[row.blocks[i]];
-            slots = std::max(slots, std::min(kBlock, row.length - static_cast<int>(i) * kBlock));
-        }
-    for (const std::unique_ptr<Block>& block : blocks_)
-        for (int slot = used.count(block.get()) ? used[block.get()] : 0; slot < kBlock; ++slot)
-            each_piece(slot, [&](size_t part, size_t at, size_t bytes) { std::memset(block->data + part + at, 0xFF, bytes); });
+        for (const std::vector<Block*>& blocks : row.blocks)
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                int& slots = used[blocks[i]];
+                slots = std::max(slots, std::min(kBlock, row.length - static_cast<int>(i) * kBlock));
+            }
+    for (int pool = 0; pool < kPools; ++pool)
+        for (const std::unique_ptr<Block>& block : pools_[static_cast<size_t>(pool)].all())
+            for (int slot = std::max(used.count(block.get()) ? used[block.get()] : 0, block->kept); slot < kBlock; ++slot)
+                each_piece(pool, slot, [&](size_t part, size_t at, size_t bytes) { std::memset(block->data + part + at, 0xFF, bytes); });
 }
 
 }  // namespace outpace

@@ -26,6 +26,17 @@ def test_random_use(kv_dtype: str, tiny: Tiny) -> None:
     run_state_machine_as_test(rows, settings=chosen)
 
 
+@pytest.mark.parametrize(("architecture", "kv_dtype"), [("gpt-oss", "bfloat16"), ("gemma3", "int8")])
+def test_random_use_of_windows(architecture: str, kv_dtype: str, tiny: Tiny) -> None:
+    """Every other layer has a window, or all have one."""
+    options: Any = {"sizes": {"window": 20}, "threads": 1, "kv_dtype": kv_dtype}
+    model, reference = (tiny.load("Q8_0", architecture, **options) for _ in range(2))
+    chosen = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    sizes = (1, 2, 30, 63, 64, 65, 130)
+    rows = machine(model, reference, sizes, 400, poison=lambda: model._handle.kv_poison(), windows=True)
+    run_state_machine_as_test(rows, settings=chosen)
+
+
 def test_memory_is_bounded_and_given_back(tiny: Tiny) -> None:
     unit = 2 * 2 * 2 * 16 * 2 * BLOCK  # layers, heads, keys and values, dim, bytes, positions
     model = tiny.load("Q4_1", threads=1, kv_memory=4 * unit + 100)

@@ -356,7 +356,7 @@ def commit(step: Step, outcomes: list[Outcome], ends: list[Extension]) -> None:
         if chunk.wanted:
             scored = [*(scored or [None]), *step.logprobs[len(outcomes) + j]]  # the first token follows nothing
         sequence.cached, sequence.prompt_logprobs = cached, scored
-        if cached == sequence.branch:
+        if cached == sequence.branch or (cached == sequence.length - 1 and core.model.kv.windowed):
             core.model.kv.keep(sequence.row)
 
 

@@ -250,15 +250,21 @@ class KVCache(Protocol):
         """Whether the model has recurrent layers, so that rows can be cut in some places only."""
         return False
 
+    @property
+    def windowed(self) -> bool:
+        """Whether rows give back what windows have passed, so that they can be cut in some places only."""
+        return False
+
     def reachable(self, row: int, n: int) -> int:
         """The longest beginning of ``row``, of at most ``n`` positions, at which it can be cut or forked.
 
-        Anywhere, unless the model has recurrent layers, whose states go forward only.
+        Anywhere, unless the model has recurrent layers, whose states go forward only, or gives back what windows have
+        passed.
         """
         return min(max(n, 0), self.length(row))
 
     def keep(self, row: int) -> None:
-        """Where ``row``, whose prompt is being read, ends now stays reachable when it is read on, if memory allows."""
+        """Where ``row`` ends now stays reachable when it is read on or written, if memory allows."""
         return
 
     def truncate(self, row: int, n: int) -> None:
@@ -288,10 +294,12 @@ class KVCache(Protocol):
         """Make ``dst``'s first ``n`` positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
     def growth(self, row: int, n: int) -> int:
-        """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included."""
+        """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included, without those
+        that it gives back for them."""
 
     def bytes_for(self, positions: int) -> int:
-        """What a row of so many ``positions`` takes when it shares nothing."""
+        """What a row of so many ``positions`` takes when it shares nothing; reading more than a few at once may take
+        more for a while, where layers have windows."""
 
     def exclusive(self, rows: Sequence[int]) -> int:
         """Bytes that would be free if ``rows`` were: their blocks that no other row shares."""

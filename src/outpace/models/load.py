@@ -57,11 +57,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the weights as loaded, and of one position of KV, both on ``device`` ("cpu", "cuda:1")."""
+    """Bytes of the weights as loaded, and of one position of KV, both on ``device`` ("cpu", "cuda:1"). ``windowed`` of
+    those of a position are kept for a row's last ``window`` positions alone, by layers that see no more."""
 
     weights: int
     kv_bytes_per_position: int
     device: str = "cpu"
+    windowed: int = 0
+    window: int = 0
 
 
 def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
@@ -224,9 +227,10 @@ def estimate(spec: StrPath | Source, options: LoadOptions | None = None) -> Memo
         from outpace.models.native import build
 
         kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
-        return MemoryEstimate(
-            *build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
-        )
+        at = gguf or source.path
+        weights, position = build.estimate(at, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
+        windowed, window = build.window_bytes(at, kv_dtype)
+        return MemoryEstimate(weights, position, windowed=windowed, window=window)
     if gguf is not None:
         per_position = _gguf_reader(gguf).kv_numbers(gguf)
         size = _dtype_bytes(options, 2)

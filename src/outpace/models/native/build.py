@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,23 @@ def estimate(
     return total, kv_bytes(model, kv_dtype)
 
 
-def kv_bytes(model: Decoder, kv_dtype: str) -> int:
-    """Of one position: heads are padded to 16; int8 has a float32 scale for each head's key, and value."""
+def window_bytes(path: str | os.PathLike[str] | GGUFFile, kv_dtype: str) -> tuple[int, int]:
+    """What of ``kv_bytes`` is that of layers with a window, which a row keeps for so many positions alone: the longest
+    window. (0, 0): no layer has one. Raises ModelError."""
+    if isinstance(path, GGUFFile):
+        model = decoders.from_gguf(path, _VERDICT)
+    else:
+        model = decoders.from_folder(Path(path), _VERDICT)
+    layers = [i for i in range(model.layers) if 0 < model.windows[i] < model.max_length]
+    return kv_bytes(model, kv_dtype, layers), max((model.windows[i] for i in layers), default=0)
+
+
+def kv_bytes(model: Decoder, kv_dtype: str, layers: Sequence[int] | None = None) -> int:
+    """Of one position, in ``layers`` (None: all): heads are padded to 16; int8 has a float32 scale for each head's key,
+    and value."""
     each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
     total = 0
-    for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
+    for shape in (model.shape(i) for i in (range(model.layers) if layers is None else layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank
         total += shape.kv_heads * (sum(n + -n % 16 for n in (shape.head_dim, values)) * each + more)
     return total

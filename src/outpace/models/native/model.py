@@ -51,6 +51,10 @@ class NativeKV(KVCache):
     def recurrent(self) -> bool:
         return self._live().recurrent
 
+    @property
+    def windowed(self) -> bool:
+        return self._live().windowed
+
     def reachable(self, row: int, n: int) -> int:
         return self._live().kv_reachable(row, n)
 
