@@ -351,6 +351,7 @@ _INPUTS_OUTER: Names = {
 
 # How layer_types calls layers that attend, among state spaces.
 ATTENDING = ("full_attention", "attention")
+FEEDING = ("mlp", "moe")  # and those that only feed forward
 _LATENT: Names = {
     "q": ("attn_q_b", "self_attn.q_b_proj"), "k": ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
     "q_norm": ("attn_q_a_norm", "self_attn.q_a_layernorm"), "k_norm": ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
