@@ -159,11 +159,9 @@ def models() -> str:
         if family.name in others:
             files = f"{_code(str(others[family.name][0]))} {others[family.name][1]}"
         torch = "our decoder"
-        if family.scan is not None:
-            torch = "layers that attend alone" if not family.single else ""
-        elif family.modules or family.latent or family.grows or family.mixture is not None:
+        if family.modules or family.scan or family.latent or family.grows or family.mixture is not None:
             torch = "transformers' modules"
-        if family.delta or family.conv or family.varied:
+        if family.recurrent or family.varied:
             torch += ", folders"
         rows.append(
             (family.name, _code(family.model, *wrapped), files, _kinds(family), torch, "`mtp`" if family.heads else "")

@@ -54,7 +54,11 @@ DeltaNet delta_of(const nb::dict& d) {
         {{"key_heads", &DeltaNet::key_heads}, {"value_heads", &DeltaNet::value_heads}, {"key_dim", &DeltaNet::key_dim},
             {"value_dim", &DeltaNet::value_dim}, {"taps", &DeltaNet::taps}});
     read<bool, DeltaNet>(d, net, {{"tiled", &DeltaNet::tiled}});
-    read<Matrix, DeltaNet>(d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}});
+    read<Matrix, DeltaNet>(
+        d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}, {"o", &DeltaNet::o}});
+    read<float, DeltaNet>(d, net,
+        {{"gate_scale", &DeltaNet::gate_scale}, {"step_scale", &DeltaNet::step_scale}, {"output_scale", &DeltaNet::output_scale},
+            {"attended_scale", &DeltaNet::attended_scale}});
     read<std::vector<float>, DeltaNet>(d, net,
         {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm},
             {"convolution_bias", &DeltaNet::convolution_bias}, {"skip", &DeltaNet::skip}});
@@ -98,7 +102,7 @@ Layer layer_of(const Named& d) {
     read<int, Layer>(d, l,
         {{"window", &Layer::window}, {"rope", &Layer::rope}, {"kv_heads", &Layer::kv_heads}, {"head_dim", &Layer::head_dim},
             {"shares", &Layer::shares}});
-    read<float, Layer>(d, l, {{"output_scale", &Layer::output_scale}});
+    read<float, Layer>(d, l, {{"output_scale", &Layer::output_scale}, {"fed_scale", &Layer::fed_scale}});
     if (d.contains("input")) {
         const nb::dict input = nb::cast<nb::dict>(d["input"]);
         read<Matrix, InputGate>(input, l.input, {{"gate", &InputGate::gate}, {"project", &InputGate::project}});

@@ -67,23 +67,24 @@ bool Model::Run::layer(Seat& me, int index) {
     clock(me, kNorm);
     if (!l.mixes()) return feed(me, l, index);
 
-    const bool mixes = l.delta.key_heads > 0 ? recurrence(me, l, index)
-                       : l.conv.taps > 0     ? short_conv(me, l, index)
-                       : l.latent.rank > 0   ? latent(me, l, index)
-                                             : attend(me, l, index);
-    if (!mixes) return false;
-    if (!meet(me)) return false;
-    clock(me, kAttention);
-
-    share(me, kClaimOutput, index, l.o.blocks,
-        [&](int begin, int end) { k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded()); });
+    if (l.recurs()) {
+        if (!(l.conv.taps > 0 ? short_conv(me, l, index) : recurrence(me, l, index)) || !meet(me)) return false;
+        clock(me, kAttention);
+        // No barrier: attention writes over this product's inputs behind the barriers that it has itself.
+        if (l.attends()) output(me, kClaimBesideOutput, index, l.delta.o, s_.beside);
+    }
+    if (l.attends()) {
+        if (!(l.latent.rank > 0 ? latent(me, l, index) : attend(me, l, index)) || !meet(me)) return false;
+        clock(me, kAttention);
+    }
+    output(me, kClaimOutput, index, l.o, s_.y);
     if (!meet(me)) return false;
     clock(me, kOutput);
     if (!l.feeds()) return true;
 
     const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
-        add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
+        add_back(me, t, l.post_attn_norm, l.o_bias, made_of_tokens(me, t, l));
         encode_fed(me, t, l);
     }
     if (!solo_ && !meet(me)) return false;
@@ -186,7 +187,7 @@ bool Model::Run::add_input(Seat& me, const Layer& l, int index) {
 
 // Queries, keys and values; the cache's new ones; attention, encoded for the product behind it.
 bool Model::Run::attend(Seat& me, const Layer& l, int index) {
-    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}}, l.recurs() ? kClaimBeside : kClaimQkv);
     if (me.rank < static_cast<int>(m_.split_of(index).jobs.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
         for (size_t line = 0; line < m_.kv_.shape().pair(m_.places_[static_cast<size_t>(index)]); line += 64)

@@ -96,12 +96,14 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       kv_(keys_of(*weights_, kv_type, windowed), kv_limit, states_of(*weights_)),
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
+      next_head_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) {
         const bool shares = l.attends() && l.shares >= 0;
-        places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        places_.push_back(!l.attends() ? -1 : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        state_places_.push_back(l.recurs() ? recur++ : -1);
         split_of_.push_back(l.attends() ? split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16) : 0);
     }
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
@@ -157,7 +159,9 @@ void Model::fit_scratch() {
         }
         for (const Matrix* m : {&l.latent.k_up, &l.latent.v_up})
             if (m->data) s.latents.need(m->acts(), weights_->config.heads * m->groups), inner = std::max(inner, m->in_padded());
-        if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
+        for (const Matrix* m : {&l.o, &l.delta.o})
+            if (m->data) s.heads.need(m->acts(), m->groups), inner = std::max(inner, m->in_padded());
+        s.beside.need(chunk(l.delta.o.out_padded()));
         for (const Matrix* m : {&l.down, &l.input.project})
             if (m->data) s.middle.need(m->acts(), m->groups);
         s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
@@ -165,7 +169,7 @@ void Model::fit_scratch() {
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
         s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
         s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded(), l.input.project.out_padded()})));
-        inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
+        inner = std::max(inner, l.down.in_padded());
     }
     if (const LayerInputs& inputs = weights_->inputs; inputs.width > 0) {
         input(inputs.project);

@@ -149,8 +149,8 @@ private:
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's
     int hidden_stride_ = 0;  // of Scratch::x, in floats
-    // Of each layer among those that have keys and values (of one that shares them, theirs), or among those that are recurrent.
-    std::vector<int> places_;
+    // Of each layer among those that have keys and values (of one that shares them, theirs), and among those that are recurrent.
+    std::vector<int> places_, state_places_;
     KV kv_;
     std::vector<Rope> ropes_;
     Plan plan_;
@@ -160,11 +160,13 @@ private:
     std::vector<int> parents_, slots_;     // of its tokens: a node before it or -1; the tile that its state goes to or -1
     std::vector<float> query_scale_, key_scale_;  // of recurrent layers' heads
     std::vector<Routes> routes_;  // of each thread, which all find the same
-    std::vector<std::atomic<int>> next_job_;  // one a layer
+    std::vector<std::atomic<int>> next_job_, next_head_;  // one a layer: of attention, of what recurs
     // Products that threads claim stretches of.
     enum Claim {
         kClaimJoin,
         kClaimQkv,
+        kClaimBeside,
+        kClaimBesideOutput,
         kClaimLatent,
         kClaimOutput,
         kClaimRouter,

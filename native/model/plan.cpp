@@ -102,7 +102,8 @@ void Model::cut(Split& split, int first, int count, int threads) {
 
 void Model::plan_jobs(int first, int count, int threads) {
     for (Split& split : splits_) cut(split, first, count, threads);
-    for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
+    for (std::vector<std::atomic<int>>* jobs : {&next_job_, &next_head_})
+        for (std::atomic<int>& next : *jobs) next.store(0, std::memory_order_relaxed);
     for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);
 }
 

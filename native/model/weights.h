@@ -36,6 +36,7 @@ struct Experts {
 constexpr int kMostTaps = 8;
 
 // A gated delta net, or a state space (Mamba-2), in the place of attention: both keep a state [key_dim][value_dim] a value head.
+// A state space may also stand beside attention, in a layer that has q: both read the same input, and what they give is added.
 // Value heads share key heads, a range of them one or (tiled) each so-many-th.
 struct DeltaNet {
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // key_heads 0: the layer has none
@@ -51,6 +52,9 @@ struct DeltaNet {
     // as that has inputs for; the others pad it.
     std::vector<float> skip;
     bool scans() const { return !skip.empty(); }
+    Matrix o;  // of one beside attention, which has the layer's
+    float gate_scale = 1.0f, step_scale = 1.0f;  // of what z and a give
+    float output_scale = 1.0f, attended_scale = 1.0f;  // of what o gives, and attention beside it
 };
 
 // A short convolution between two gates, in the place of attention.
@@ -92,11 +96,12 @@ struct Layer {
     Matrix q, k, v, o;  // without v, values are made of what k gave
     Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one; without `gate`, relu(up) stands in its place
     Experts experts;
-    DeltaNet delta;  // with it, there are no q, k, v
+    DeltaNet delta;  // with it, there are no q, k, v, unless it has an `o`
     ShortConv conv;  // as with it
     Latent latent;   // with it, there is no v
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
-    bool attends() const { return q.data && !recurs(); }
+    bool attends() const { return q.data != nullptr; }
+    const Matrix& recurrent_output() const { return delta.o.data ? delta.o : o; }
     bool mixes() const { return q.data || recurs(); }
     bool feeds() const { return up.data || experts.count > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
@@ -120,6 +125,7 @@ struct Layer {
     bool causal = false, anchored = false;
     int rope = 0;    // which table; -1: heads are not rotated
     float output_scale = 1.0f;  // of the hidden state that it leaves
+    float fed_scale = 1.0f;     // of what its feed-forward gives
     InputGate input;
 };
 

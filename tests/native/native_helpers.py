@@ -265,7 +265,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             (names.convolution_bias, 192, 0.0), (names.decay, 4, -0.5), (names.dt_bias, 4, 0.0), (names.skip, 4, 1.0),
         ):  # fmt: skip
             vector(f"{at}{places[0][0]}", n, around)
-        out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
+        if names.normed is None:
+            out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
 
     hidden = s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
@@ -301,7 +302,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
             there = part not in missing and (part == "attn_norm" or not single)
             if part in family.layer and there and (attends[i] or not part.startswith(("q_", "k_"))):
-                vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
+                ending = "" if part in family.bare else ".weight"
+                vector(f"blk.{i}.{family.layer[part][0]}{ending}", norms.get(part, hidden))
         if family.inputs:
             matrix(f"blk.{i}.inp_gate.weight", inputs, hidden)
             matrix(f"blk.{i}.proj.weight", hidden, inputs)
@@ -316,7 +318,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             stacked(f"blk.{i}.{family.latent.v_up}.weight", value, rank, s["heads"])
         if family.delta is not None and not attends[i]:
             net(i, family.delta)
-        if family.scan is not None and not attends[i] and not (single and feeds[i]):
+        if family.scan is not None and (family.scan.beside or not attends[i]) and not (single and feeds[i]):
             scan(i, family.scan)
         if family.conv is not None and not attends[i]:
             matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)

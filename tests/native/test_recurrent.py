@@ -29,9 +29,9 @@ PATHS = ([0, 2, 5], [0, 1, 3, 6], [8], [])
 KEPT = 64  # kPending in native/runtime/states.h
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "lfm2", "nemotron_h-experts"])
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2", "nemotron_h-experts", "falcon_h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gated delta nets; short convolutions; state spaces."""
+    """Gated delta nets; short convolutions; state spaces, in the place of attention and beside it."""
     path = tmp_path_factory.mktemp("hybrid")
     saved(request.param, path)
     return path

@@ -289,14 +289,12 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    recurrent, family = _recurs(source, gguf), _family(source, gguf)
-    scans = recurrent and family is not None and family.scan is not None
-    if recurrent and (scans or gguf is not None):
+    recurrent = _recurs(source, gguf)
+    if recurrent and gguf is not None:
         if error is not None:
             raise error
-        what = "state spaces, which the native backend alone has" if scans else "recurrent layers, which the native "
-        what += "" if scans else "backend alone reads from GGUF files"
-        other = "" if scans else ", or give the folder that the file was made from"
+        what = "recurrent layers, which the native backend alone reads from GGUF files"
+        other = ", or give the folder that the file was made from"
         raise ModelError(f"{source.name} has {what}: use ", Argument("backend", "native"), other)
     refuse_images(source.name, source.path, architecture)
     if not recurrent:

@@ -189,11 +189,12 @@ class _Parts:
     def layer(self, i: int) -> dict[str, Any]:
         model, weights = self._model, self._weights
         reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
-        shape = model.shape(i)
+        shape, scale = model.shape(i), model.multipliers
         layer: dict[str, Any] = {"window": 0, "rope": 0, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         if i < model.layers:
             layer |= {"window": model.windows[i], "rope": model.layer_rope[i], "shares": shape.shares}
             layer["output_scale"] = weights.output_scale(i)
+            layer["fed_scale"] = scale.fed / scale.gate  # the norm before its products has the gate's
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
@@ -205,6 +206,11 @@ class _Parts:
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
                 **{name: layer.pop(name) for name in _NET_PARTS if name in layer}, **weights.recurrent_vectors(i),
             }  # fmt: skip
+            if "state_o" in layer:
+                layer["delta"] |= {
+                    "o": layer.pop("state_o"), "gate_scale": scale.scanned[0], "step_scale": scale.scanned[-1],
+                    "output_scale": scale.scan, "attended_scale": scale.attended,
+                }  # fmt: skip
         elif (a := model.latent) is not None:
             layer["latent"] = {
                 "rank": a.rank, "plain": a.plain, "rotated": a.rotated, "neighbours": a.neighbours, "eps": a.eps,

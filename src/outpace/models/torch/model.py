@@ -23,7 +23,7 @@ from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
-from outpace.models.torch.mixers import mixers, mixing, state_shape
+from outpace.models.torch.mixers import in_attentions_place, mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.probe import Reference, agree, prove_in_float32
 from outpace.models.torch.state import ModuleState
@@ -244,8 +244,8 @@ class TransformersModel(Model):
                 )
             with _plainly(self._device):
                 reference = Reference.of(module, config.vocab_size, self._device)
-                recurrent = [each.module for each in self._mixers]
-                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], recurrent)
+                others = in_attentions_place(module, self._mixers)
+                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], others)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self._anatomy = anatomy
