@@ -223,10 +223,8 @@ def estimate(spec: StrPath | Source, options: LoadOptions | None = None) -> Memo
     if _backend_for(source, gguf, options, explain=False) == "native":
         from outpace.models.native import build
 
-        kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
-        return MemoryEstimate(
-            *build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
-        )
+        given = {name: getattr(options, name) for name in ("quantize", "dtype", "kv_dtype")}
+        return MemoryEstimate(*build.estimate(gguf or source.path, **given))
     if gguf is not None:
         per_position = _gguf_reader(gguf).kv_numbers(gguf)
         size = _dtype_bytes(options, 2)
@@ -367,7 +365,7 @@ def _load_native(
         eos_ids=tokenizer.eos_ids,
         threads=None if runtime is not None else options.threads,
         kv_memory=options.kv_memory,
-        kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=options.kv_dtype,
         max_length=options.max_length,
         quantize=options.quantize,
         dtype=options.dtype,

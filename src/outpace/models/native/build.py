@@ -40,7 +40,7 @@ def estimate(
     *,
     quantize: str | None = None,
     dtype: str = "auto",
-    kv_dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
 ) -> tuple[int, int]:
     """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
 
@@ -68,12 +68,19 @@ def estimate(
             total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else to)
         except ValueError as error:
             raise ModelError(f"{weights.name} has a matrix that this backend cannot read: {error}") from error
-    return total, kv_bytes(model, kv_dtype)
+    return total, kv_bytes(model, kv_type(weights, target, kv_dtype))
+
+
+def kv_type(weights: Weights, target: str, asked: str) -> str:
+    """What ``kv_dtype`` means: auto is bfloat16, and float16 beside float16 weights, whose error bfloat16 triples."""
+    if asked != "auto":
+        return asked
+    return "float16" if (weights.kind.lower() if target == "keep" else target) == "f16" else "bfloat16"
 
 
 def kv_bytes(model: Decoder, kv_dtype: str) -> int:
     """Of one position: heads are padded to 16; int8 has a float32 scale for each head's key, and value."""
-    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
+    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}[kv_dtype]
     total = 0
     for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank
