@@ -47,7 +47,7 @@ class LoadOptions:
         metavar="SIZE", parser=str,
     )  # fmt: skip
     kv_dtype: KVDType = defined(
-        "auto", "Of keys and values: auto (the weights' float16, else bfloat16), bfloat16, float16, float32, int8."
+        "auto", "Of keys and values: bfloat16, float16, float32, int8. auto: float16 for weights in it, else bfloat16."
     )
     quantize: Quantize | None = defined(None, "int8 or int4: weights that are not quantised yet, native.")
     strict: bool = defined(False, "Transformers backend: same bits at any batch, width and chunking (slower).")
