@@ -152,10 +152,12 @@ void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<R
     KVType type = KVType::BF16;
     if (kv_dtype == "float32")
         type = KVType::F32;
+    else if (kv_dtype == "float16")
+        type = KVType::F16;
     else if (kv_dtype == "int8")
         type = KVType::I8;
     else if (kv_dtype != "bfloat16")
-        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float32 or int8");
+        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float16, float32 or int8");
     new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit, windowed);
 }
 

@@ -259,6 +259,8 @@ static void attention(const AttentionJob& job) {
         Attention<KVType::F32>(job).run();
     else if (job.type == KVType::I8)
         Attention<KVType::I8>(job).run();
+    else if (job.type == KVType::F16)
+        Attention<KVType::F16>(job).run();
     else
         Attention<KVType::BF16>(job).run();
 }

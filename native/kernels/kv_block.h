@@ -1,6 +1,6 @@
 // One block of 64 positions of a KV head: how its keys and values lie, and the sums over them.
 //
-// Keys: bf16 [4 x 16 slots][dim / 2][16][2], f32 or int8 [4 x 16 slots][dim][16]. Values: [64 slots][dim]. After int8
+// Keys: bf16 [4 x 16 slots][dim / 2][16][2], f32, f16 or int8 [4 x 16 slots][dim][16]. Values: [64 slots][dim]. After int8
 // numbers, keys or values, stand 64 float scales, one a slot: a key's scale multiplies its score, a value's its weight.
 // A tile is up to kQueries queries by up to kVectors vectors of 16 keys, or of 16 dimensions of a value: its sums stay in
 // registers, and what it reads becomes floats on the way.
@@ -64,6 +64,8 @@ INLINE F load_key(const uint8_t* k) {
         return load(reinterpret_cast<const float*>(k) + (odd ? kSub : 0));
     else if constexpr (type == KVType::I8)
         return load_i8(k + (odd ? kSub : 0));
+    else if constexpr (type == KVType::F16)
+        return load_f16(reinterpret_cast<const uint16_t*>(k) + (odd ? kSub : 0));
     else
         return odd ? pair_high(load_pairs(k)) : pair_low(load_pairs(k));
 }
@@ -119,6 +121,8 @@ INLINE Vectors<sizeof...(c)> load_value(Pack<c...>, const uint8_t* v) {
         return {{load(reinterpret_cast<const float*>(v) + 16 * c)...}};
     } else if constexpr (type == KVType::I8) {
         return {{load_i8(v + 16 * c)...}};
+    } else if constexpr (type == KVType::F16) {
+        return {{load_f16(reinterpret_cast<const uint16_t*>(v) + 16 * c)...}};
     } else if constexpr (sizeof...(c) == 1) {
         return {{load_bf16(reinterpret_cast<const uint16_t*>(v))}};
     } else {

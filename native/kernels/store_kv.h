@@ -25,6 +25,9 @@ static float to_int8(const float* x, int dim, int dim_padded, uint8_t* out) {
     return over(largest, 127.0f);
 }
 
+// The float16 nearest to x, within +-65504: beyond that an infinity would make NaN of a score. NaN stays NaN.
+static uint16_t to_f16(float x) { return float_to_f16(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+
 static void put_scale(uint8_t* part, int dim_padded, int slot, float scale) {
     std::memcpy(part + kBlock * dim_padded + 4 * slot, &scale, 4);
 }
@@ -35,6 +38,11 @@ static void put_key(const float* k, int dim, int dim_padded, KVType type, uint8_
         uint8_t bytes[kMaxHead];
         put_scale(keys, dim_padded, slot, to_int8(k, dim, dim_padded, bytes));
         for (int d = 0; d < dim_padded; ++d) tile[16 * d + slot % 16] = bytes[d];
+        return;
+    }
+    if (type == KVType::F16) {
+        uint16_t* at = reinterpret_cast<uint16_t*>(tile) + slot % 16;
+        for (int d = 0; d < dim_padded; ++d) at[16 * d] = d < dim ? to_f16(k[d]) : 0;
         return;
     }
     uint32_t* at = reinterpret_cast<uint32_t*>(tile) + slot % 16;
@@ -59,7 +67,7 @@ static void put_value(const float* v, int dim, int dim_padded, KVType type, uint
         return;
     }
     uint16_t* at = reinterpret_cast<uint16_t*>(values) + static_cast<int64_t>(slot) * dim_padded;
-    for (int d = 0; d < dim; ++d) at[d] = float_to_bf16(v[d]);
+    for (int d = 0; d < dim; ++d) at[d] = type == KVType::F16 ? to_f16(v[d]) : float_to_bf16(v[d]);
     for (int d = dim; d < dim_padded; ++d) at[d] = 0;
 }
 

@@ -16,14 +16,14 @@ constexpr int kArithmetic = 1;
 
 enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid, Relu };  // ClampedSilu: see gate in elementwise.h
 
-enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
+enum class KVType { BF16, F16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
 constexpr int kMaxHead = 576;    // largest head, padded to 16
 constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
-constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
+constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::I8 ? 1 : 2; }
 // Bytes of one layer's and head's keys (or values) in a block.
 constexpr size_t part_bytes(KVType type, int dim_padded) {
     return static_cast<size_t>(kBlock) * (static_cast<size_t>(dim_padded) * element_bytes(type) + (type == KVType::I8 ? 4 : 0));

@@ -255,10 +255,10 @@ void KV::grow(const std::vector<Need>& needs) {
 }
 
 // Calls f(part's offset, piece's offset in it, bytes) for whatever a slot has in a pool's block, layer by layer and head by head.
-// A key is spread over its tile of 16 slots: pairs of bf16, floats or bytes, one place of each 16.
+// A key is spread over its tile of 16 slots: pairs of bf16, single numbers of other types, one place of each 16.
 template <class F>
 void KV::each_piece(int pool, int slot, const F& f) const {
-    const size_t piece = shape_.type == KVType::I8 ? 1 : 4, at = static_cast<size_t>(slot);
+    const size_t piece = shape_.type == KVType::BF16 ? 4 : static_cast<size_t>(element_bytes(shape_.type)), at = static_cast<size_t>(slot);
     for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
         if (shape_[layer].pool != pool) continue;
         const size_t dim = static_cast<size_t>(shape_[layer].dim_padded()), row = dim * element_bytes(shape_.type), count = row / piece;

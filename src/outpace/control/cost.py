@@ -321,6 +321,7 @@ def _identity(model: Model) -> dict[str, Any]:
         "card": model.card,
         **({"strict": True} if model.strict else {}),
         "kv_bytes_per_position": info.kv_bytes_per_position,
+        "kv_dtype": info.kv_dtype,
         "max_length": info.max_length,
         "threads": model.threads,
         "instruction_set": model.isa,

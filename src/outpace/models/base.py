@@ -22,8 +22,8 @@ class ModelInfo:
 
     ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
     ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
-    an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position``: of a
-    row.
+    an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position`` and
+    ``kv_dtype``: of a row's keys and values; the type is empty where the model's own decides.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ModelInfo:
     device: str
     weight_bytes: int
     kv_bytes_per_position: int
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,10 +226,8 @@ def estimate(spec: StrPath | Source, options: LoadOptions | None = None) -> Memo
     if _backend_for(source, gguf, options, explain=False) == "native":
         from outpace.models.native import build
 
-        kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
-        at = gguf or source.path
-        weights, position = build.estimate(at, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
-        windowed, window = build.window_bytes(at, kv_dtype)
+        given = {name: getattr(options, name) for name in ("quantize", "dtype", "kv_dtype")}
+        weights, position, windowed, window = build.estimate(gguf or source.path, **given)
         return MemoryEstimate(weights, position, windowed=windowed, window=window)
     if gguf is not None:
         per_position = _gguf_reader(gguf).kv_numbers(gguf)
@@ -369,7 +367,7 @@ def _load_native(
         eos_ids=tokenizer.eos_ids,
         threads=None if runtime is not None else options.threads,
         kv_memory=options.kv_memory,
-        kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=options.kv_dtype,
         max_length=options.max_length,
         quantize=options.quantize,
         dtype=options.dtype,

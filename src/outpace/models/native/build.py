@@ -41,9 +41,10 @@ def estimate(
     *,
     quantize: str | None = None,
     dtype: str = "auto",
-    kv_dtype: str = "bfloat16",
-) -> tuple[int, int]:
-    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
+    kv_dtype: str = "auto",
+) -> tuple[int, int, int, int]:
+    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values; of these, what
+    layers with a window have, which a row keeps for so many positions alone: the longest window (0, 0: no such layer).
 
     From shapes and types alone; no weight is read. Raises ModelError.
     """
@@ -69,24 +70,23 @@ def estimate(
             total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else to)
         except ValueError as error:
             raise ModelError(f"{weights.name} has a matrix that this backend cannot read: {error}") from error
-    return total, kv_bytes(model, kv_dtype)
-
-
-def window_bytes(path: str | os.PathLike[str] | GGUFFile, kv_dtype: str) -> tuple[int, int]:
-    """What of ``kv_bytes`` is that of layers with a window, which a row keeps for so many positions alone: the longest
-    window. (0, 0): no layer has one. Raises ModelError."""
-    if isinstance(path, GGUFFile):
-        model = decoders.from_gguf(path, _VERDICT)
-    else:
-        model = decoders.from_folder(Path(path), _VERDICT)
+    cached = kv_type(weights, target, kv_dtype)
     layers = [i for i in range(model.layers) if 0 < model.windows[i] < model.max_length]
-    return kv_bytes(model, kv_dtype, layers), max((model.windows[i] for i in layers), default=0)
+    window = max((model.windows[i] for i in layers), default=0)
+    return total, kv_bytes(model, cached), kv_bytes(model, cached, layers), window
+
+
+def kv_type(weights: Weights, target: str, asked: str) -> str:
+    """What ``kv_dtype`` means: auto is bfloat16, and float16 beside float16 weights, whose error bfloat16 triples."""
+    if asked != "auto":
+        return asked
+    return "float16" if (weights.kind.lower() if target == "keep" else target) == "f16" else "bfloat16"
 
 
 def kv_bytes(model: Decoder, kv_dtype: str, layers: Sequence[int] | None = None) -> int:
     """Of one position, in ``layers`` (None: all): heads are padded to 16; int8 has a float32 scale for each head's key,
     and value."""
-    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
+    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}[kv_dtype]
     total = 0
     for shape in (model.shape(i) for i in (range(model.layers) if layers is None else layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank

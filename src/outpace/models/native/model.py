@@ -17,7 +17,7 @@ from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, KVCache, Model, ModelInfo
 from outpace.models.host import usable_cores
-from outpace.models.native.build import build_head, build_weights, kv_bytes, open_weights
+from outpace.models.native.build import build_head, build_weights, kv_bytes, kv_type, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.weights.gguf import GGUFFile
 
@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("bfloat16", "float32", "int8")
+KV_DTYPES = ("bfloat16", "float16", "float32", "int8")
 QUANTIZE = ("int8", "int4")
 
 
@@ -133,7 +133,7 @@ def load_native(
     eos_ids: Sequence[int] = (),
     threads: int | None = None,
     kv_memory: int | None = None,
-    kv_dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
     max_length: int | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -144,7 +144,8 @@ def load_native(
 
     ``threads``: None takes the physical cores this process may use, within its CPU quota; where the system does not
     give that many, those that it gives, with a warning. ``kv_memory``: hard bound in bytes. ``kv_dtype``: bfloat16,
-    float32 or int8 (a float32 scale for each position and head; half the memory of bfloat16, less exact).
+    float16 (greater numbers become 65504), float32 or int8 (a float32 scale for each position and head; half the
+    memory of bfloat16, less exact); auto: float16 for a model in float16, else bfloat16.
     ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a different model, and
     ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16 and float16 convert
     weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best one).
@@ -152,7 +153,7 @@ def load_native(
     working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
-    _option("kv_dtype", kv_dtype, KV_DTYPES)
+    _option("kv_dtype", kv_dtype, ("auto", *KV_DTYPES))
     _option("dtype", dtype, DTYPES)
     if quantize is not None:
         _option("quantize", quantize, QUANTIZE)
@@ -169,6 +170,7 @@ def load_native(
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
         raise ParameterError(f"OUTPACE_ISA: {error}") from error
+    kv_dtype = kv_type(weights, target, kv_dtype)
     longest = min(model.limit, max_length or model.limit)
     if model.limit < min(model.max_length, max_length or model.max_length):
         log.warning(
@@ -202,6 +204,7 @@ def load_native(
         device="cpu",
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
+        kv_dtype=kv_dtype,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
     if weights.drafts:
