@@ -364,7 +364,7 @@ def _head(head: Any, config: Any) -> Iterator[tuple[str, F32]]:
     """The tensors of a layer that drafts, by the names of a layer behind the last one."""
     if head is None:
         return
-    at, added = config.num_hidden_layers, np.float32(config.model_type.startswith("qwen3_5"))
+    at, added = config.num_hidden_layers, np.float32(config.model_type.startswith("qwen3"))
     for part, name in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head_norm")):
         yield f"blk.{at}.nextn.{name}.weight", getattr(head, part).weight.detach().numpy() + added
     yield f"blk.{at}.nextn.eh_proj.weight", head.eh_proj.weight.detach().numpy()

@@ -123,6 +123,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}, {"score_cap", &Config::score_cap}, {"logit_cap", &Config::logit_cap}});
+    read<bool, Config>(c, config, {{"beside", &Config::beside}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
         {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
@@ -148,7 +149,7 @@ void make_runtime(Runtime* self, int threads) {
 }
 
 void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<Runtime> runtime, const std::string& isa,
-    const std::string& kv_dtype, int64_t kv_limit, bool windowed) {
+    const std::string& kv_dtype, int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside) {
     KVType type = KVType::BF16;
     if (kv_dtype == "float32")
         type = KVType::F32;
@@ -158,7 +159,7 @@ void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<R
         type = KVType::I8;
     else if (kv_dtype != "bfloat16")
         throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float16, float32 or int8");
-    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit, windowed);
+    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit, windowed, std::move(beside));
 }
 
 // What is asked of the cache takes microseconds, and a GIL given up for it would be another thread's for milliseconds: it is
@@ -229,7 +230,9 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_ro("wake_seconds", &pool_value<&Pool::wake_seconds>)
         .def_prop_ro("hand_over_seconds", &pool_value<&Pool::hand_over_seconds>);
     m.attr("KV_BLOCK") = kBlock;
-    model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a, "windowed"_a = true)
+    model
+        .def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a, "windowed"_a = true,
+            "beside"_a = nb::none())
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
         .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })

@@ -13,7 +13,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const int keys = l.shares < 0 ? l.kv_heads : 0, values = l.v.data ? keys : 0;
     const int heads = c_.heads + keys + values - from;
     const Rope* rope = l.rope < 0 ? nullptr : &m_.ropes_[static_cast<size_t>(l.rope)];
-    const KVShape& shape = m_.kv_.shape();
+    const KVShape& shape = m_.keys();
     const int place = m_.places_[static_cast<size_t>(index)];
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     const float* normed = nullptr;  // which queries or keys `line` has, under a norm over all of their heads
@@ -76,7 +76,7 @@ const uint8_t* Model::Run::first_keys(int job, int layer) const {
     const Job& planned = split.jobs[static_cast<size_t>(job)];
     const Tile& tile = split.tiles[static_cast<size_t>(planned.tile)];
     const Plan::Token& any = m_.plan_[tile.first];
-    const KVShape& shape = m_.kv_.shape();
+    const KVShape& shape = m_.keys();
     const int place = m_.places_[static_cast<size_t>(layer)], pool = shape[place].pool;
     int first = part_of(tile.blocks, planned.range, tile.ranges).begin;
     if (pool == kWindowed) first = std::max(first, (any.cached - shape.window + 1) / kBlock);  // those before may be given back
@@ -95,7 +95,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     AttentionJob job;
     job.dim = d;
     job.dim_padded = padded;
-    job.type = m_.kv_.shape().type;
+    job.type = m_.keys().type;
     job.value_padded = value_padded;
     job.part_stride = split.record;
     job.sinks = !l.sinks.empty();
@@ -109,9 +109,9 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         const Plan::Token& any = m_.plan_[tile.first];
         job.queries = tile.tokens * group;
         job.cached = any.cached;
-        job.blocks = m_.plan_.blocks(any, m_.kv_.shape()[place].pool);
-        job.keys = m_.kv_.shape().keys(place, split.kv_head(planned.group));
-        job.values = m_.kv_.shape().values(place, split.kv_head(planned.group));
+        job.blocks = m_.plan_.blocks(any, m_.keys()[place].pool);
+        job.keys = m_.keys().keys(place, split.kv_head(planned.group));
+        job.values = m_.keys().values(place, split.kv_head(planned.group));
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
         job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {

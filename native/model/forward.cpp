@@ -190,7 +190,7 @@ bool Model::Run::attend(Seat& me, const Layer& l, int index) {
     products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}}, l.recurs() ? kClaimBeside : kClaimQkv);
     if (me.rank < static_cast<int>(m_.split_of(index).jobs.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < m_.kv_.shape().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
+        for (size_t line = 0; line < m_.keys().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
             __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
@@ -318,6 +318,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         count = pass(batch, first);
         unsigned kind = 0;  // widths up to 1, 2, 4 ...
         while (1 << kind < count) ++kind;
+        if (beside_) kind = Pool::kDrafting;
         plan_jobs(first, count, pool.team(kind));
         begin_pass(batch, first, count);
         Run run(*this, pool, *result, batch, first, count);
@@ -326,7 +327,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         run.settle(result->threads);
         end_pass();
     }
-    for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
+    for (int b = 0; b < batch.rows && !beside_; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;
 }
 

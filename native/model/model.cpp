@@ -88,8 +88,9 @@ int groups_of(int heads, int kv_heads) {
 }  // namespace
 
 Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
-    int64_t kv_limit, bool windowed)
+    int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside)
     : weights_(std::move(weights)),
+      beside_(std::move(beside)),
       runtime_(std::move(runtime)),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
@@ -98,9 +99,15 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
       next_job_(weights_->layers.size()),
       next_head_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
+    if (weights_->config.beside != (beside_ != nullptr)) throw std::invalid_argument("which model this one is beside must be said, or not");
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) {
+        if (beside_) {
+            places_.push_back(beside_->place_for(l));
+            split_of_.push_back(split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16));
+            continue;
+        }
         const bool shares = l.attends() && l.shares >= 0;
         places_.push_back(!l.attends() ? -1 : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
         state_places_.push_back(l.recurs() ? recur++ : -1);
@@ -112,6 +119,15 @@ Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> ru
     }
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
+}
+
+// Where the keys and values lie that a layer of a model beside this one reads.
+int Model::place_for(const Layer& l) const {
+    const std::vector<Layer>& layers = weights_->layers;
+    const Layer* from = l.shares < static_cast<int>(layers.size()) ? &layers[static_cast<size_t>(l.shares)] : nullptr;
+    if (!from || !from->attends() || from->latent.rank > 0 || from->kv_heads != l.kv_heads || from->head_dim != l.head_dim)
+        throw std::invalid_argument("a layer reads keys and values that do not fit it");
+    return places_[static_cast<size_t>(l.shares)];
 }
 
 // Which of the splits is for such heads.

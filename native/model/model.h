@@ -73,12 +73,14 @@ private:
 enum Phase { kNorm, kQkv, kRope, kAttention, kOutput, kNorm2, kGateUp, kDown, kHead, kPhases };
 extern const char* const kPhaseNames[kPhases];
 
-// Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants.
+// Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants. A model
+// beside another (Config::beside) reads the rows of that one: a batch has a token a row, which reads features alone, stands behind
+// all that the row has, and leaves nothing there.
 class Model {
 public:
     // `windowed`: rows give back what no window reaches; not for a drafter's rows, which are cut anywhere.
     Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
-        int64_t kv_limit, bool windowed);
+        int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside = nullptr);
 
     // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range,
     // MemoryLimit; then every row is as it was.
@@ -125,11 +127,14 @@ private:
     class Run;  // one chunk of tokens through all layers; run.h
 
     void prepare(const BatchView& batch);
+    void prepare_beside(const BatchView& batch);
+    const KVShape& keys() const { return (beside_ ? beside_->kv_ : kv_).shape(); }  // that attention reads
     void cover() {  // what the plan's keys turn by
         for (Rope& rope : ropes_) rope.cover(plan_.end());
     }
     void plan_jobs(int first, int count, int threads);
     int split_for(int kv_heads, int record);
+    int place_for(const Layer& l) const;
     void cut(Split& split, int first, int count, int threads);
     const Split& split_of(int layer) const { return splits_[static_cast<size_t>(split_of_[static_cast<size_t>(layer)])]; }
     // Of recurrent layers; recurrent.cpp.
@@ -145,6 +150,7 @@ private:
     void fit_scratch();
 
     std::shared_ptr<const Weights> weights_;
+    const std::shared_ptr<Model> beside_;  // null: it has a cache of its own
     const std::shared_ptr<Runtime> runtime_;
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's

@@ -154,7 +154,7 @@ private:
                 std::memcpy(at, product_of(t, first.join), static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
-            if (!first.embed_norm.empty()) {
+            if (!first.embed_norm.empty() || m_.beside_) {
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;
             }

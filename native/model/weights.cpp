@@ -97,7 +97,9 @@ void fits_heads(const Weights& w, const Layer& l, int index) {
         throw std::invalid_argument("a layer's heads do not fit together");
     if (!l.v.data && l.shares < 0 && static_cast<int>(l.k_norm.size()) > l.head_dim)
         throw std::invalid_argument("a layer whose values are made of its keys' product can have no norm over all of its keys");
-    if (l.shares < 0) return;
+    if (c.beside && (l.shares < 0 || l.k.data || l.v.data || l.latent.rank > 0))
+        throw std::invalid_argument("a layer of a model beside another has keys and values of its own");
+    if (l.shares < 0 || c.beside) return;
     const bool there = l.shares < index && !l.k.data && !l.v.data;
     const Layer* from = there ? &w.layers[static_cast<size_t>(l.shares)] : nullptr;
     if (!from || !from->attends() || from->latent.rank > 0 || from->shares >= 0 || from->kv_heads != l.kv_heads ||

@@ -166,6 +166,9 @@ Group group_of(Source source, const uint8_t* b, int g) {
             x.scale = u16_at(b + 64);
             x.fill([&](int k) { return 7 + (b[g / 4 * 32 + k] >> 2 * (g % 4) & 3); });
             break;
+        case Source::Q1_0:  // d, then a bit a value: its sign
+            x.fill([&](int k) { return 7 + 2 * (b[2 + 4 * g + k / 8] >> k % 8 & 1); });
+            break;
         case Source::MXFP4: {  // an exponent, nibbles: a sign and one of eight magnitudes
             constexpr int kDoubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
             x.scale = float_to_f16(std::ldexp(1.0f, b[0] - 128));

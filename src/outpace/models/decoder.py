@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -299,9 +300,13 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
 
 def from_folder(folder: Path, verdict: str) -> Decoder:
     """The decoder that a Hugging Face folder's config.json describes. Raises ModelError as ``from_gguf`` does."""
-    config = read_config(folder)
+    return from_config(folder, read_config(folder), verdict)
+
+
+def from_config(folder: Path, config: Mapping[str, Any], verdict: str) -> Decoder:
+    """As ``from_folder``, of a folder whose config.json would say ``config``."""
     text = families.text_part(config)
-    config = text or config
+    config = text or dict(config)
     facts = Facts(str(folder), config, verdict=verdict)
     named = families.named_class(config)
     family = families.of_class(str(named))

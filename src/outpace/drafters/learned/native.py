@@ -328,6 +328,12 @@ class NativeMtp(NativeEagle):
     """
 
     def __init__(self, target: NativeModel) -> None:
+        if target.head is None and target.lost:
+            raise DrafterError(
+                f"mtp: {target.info.name} came without its layer that drafts: llama.cpp's converter leaves out that of "
+                "DeepSeek V3, old ones leave out others, too: give the model's folder, or a file with nextn tensors, "
+                "or use suffix"
+            )
         if target.head is None:
             raise DrafterError(f"mtp: the files of {target.info.name} have no layer that drafts: use suffix, or auto")
         weights, norm = target.head()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ def estimate(
     for stored, to in matrices:
         kept = to == "keep" or stored.type not in _PLAIN
         if stored.type not in READ:
-            kinds = ", ".join(READ)
-            raise ModelError(f"{weights.name} {_VERDICT}: it has a matrix of type {stored.type} ({kinds} are read)")
+            raise ModelError(f"{weights.name} {_VERDICT}: {_unkept(stored.type)}")
         if len(stored.shape) != 2:
             raise ModelError(f"{weights.name} {_VERDICT}: a matrix of it has {len(stored.shape)} dimensions")
         try:
@@ -81,6 +81,18 @@ def kv_type(weights: Weights, target: str, asked: str) -> str:
     if asked != "auto":
         return asked
     return "float16" if (weights.kind.lower() if target == "keep" else target) == "f16" else "bfloat16"
+
+
+def _unkept(kind: str) -> str:
+    """Why a matrix of that type is not read, and what to do."""
+    why = "which is not read"
+    if kind.startswith(("Q2_K", "IQ1", "IQ2", "IQ3")):
+        why = "whose values none of the formats in memory has but float16 and float32, at several times the file's size"
+    kinds = ", ".join(READ)
+    return (
+        f"it has a matrix of type {kind}, {why} ({kinds} are read): get the model in one of these, or make it "
+        "(llama-quantize --allow-requantize FILE NEW-FILE Q4_K_M)"
+    )
 
 
 def kv_bytes(model: Decoder, kv_dtype: str, layers: Sequence[int] | None = None) -> int:
@@ -167,6 +179,28 @@ def build_head(
     final = weights.vector(None, "final_norm")
     assert final is not None
     return built, final * np.float32(model.logit_divisor)
+
+
+def build_beside(
+    folder: Path, text: Mapping[str, Any], stored: Mapping[bool, int], longest: int, threads: int
+) -> _native.Weights:
+    """Of a folder with a decoder of Gemma 4's kind (``text``: its description) without keys and values: its layers read
+    those of another model's layers ``stored``, of one that sees a window and of one that sees all. Errors: as above."""
+    alone = decoders.from_config(folder, {**text, "num_kv_shared_layers": 0}, "cannot draft")
+    if any(bool(window) not in stored for window in alone.windows):
+        raise ModelError(f"{folder} cannot draft: the target has no layers of a kind whose keys and values it reads")
+    shapes = [
+        replace(shape, shares=stored[bool(window)]) for shape, window in zip(alone.by_layer, alone.windows, strict=True)
+    ]
+    model = replace(alone, by_layer=tuple(shapes))
+    weights = tensors.of_folder(folder, model)
+    parts = _Parts(model, weights, "keep", Packer(threads))
+    # A token reads its window's positions before its own, which has no keys yet, and one more (transformers' masks).
+    layers = [parts.layer(i) | ({"window": window + 1} if window else {}) for i, window in enumerate(model.windows)]
+    embedding = parts.matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
+    norm = weights.vector(None, "final_norm")
+    assert norm is not None
+    return _native.Weights({**parts.config(longest), "beside": True}, layers, embedding, embedding, norm, parts.ropes)
 
 
 class _Parts:

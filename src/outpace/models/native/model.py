@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -207,6 +208,8 @@ def load_native(
         kv_dtype=kv_dtype,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
+    made.lost = weights.lost
+    made.stored = {bool(window): i for i, window in enumerate(model.windows) if model.stores(i)}
     if weights.drafts:
         made.drafts, made.head = True, lambda: build_head(model, weights, target, longest, runtime.threads, handle)
     return made
@@ -220,10 +223,13 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
 class NativeModel(Model):
     """A decoder that runs in C++. One thread at a time computes; others wait.
 
-    ``head``: reads the layer that drafts, where its files have one; see ``build_head``.
+    ``head``: reads the layer that drafts, where its files have one; see ``build_head``. ``stored``: of layers that see
+    a window (True), and of those that see all, the last one with keys and values of its own.
     """
 
     head: Callable[[], tuple[_native.Weights, F32]] | None = None
+    lost: bool = False  # its family has one, and the GGUF file came without it
+    stored: Mapping[bool, int] = MappingProxyType({})
 
     def __init__(self, handle: _native.Model, runtime: _native.Runtime, info: ModelInfo, kv_memory: int | None) -> None:
         self._handle: _native.Model | None = handle

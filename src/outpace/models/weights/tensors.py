@@ -518,6 +518,11 @@ class Weights:
         heads, layers = self._decoder.family.heads, self._decoder.layers
         return heads is not None and self._decoder.beyond > 0 and self._first(layers, heads.join) in self._tensors
 
+    @property
+    def lost(self) -> bool:
+        """Whether a GGUF file of a family that has such a layer came without it."""
+        return not self._spelling and self._decoder.family.heads is not None and not self.drafts
+
     def join(self, layer: int) -> StoredTensor:
         """The matrix [hidden, 2 hidden] with which a layer that drafts begins."""
         heads = self._decoder.family.heads
