@@ -59,12 +59,15 @@ void bind_policy(nb::module_& m) {
         "longest step that holds others up, in plain steps. Raises ValueError.")
         .def("__init__",
             [](Policy* self, std::vector<double> table, double last_width, double last_seconds, double slope, double row, double position,
-                double position_width, double stretch) {
+                double position_width, double stretch, double experts, double used, double expert, std::vector<double> read) {
         if (!(stretch >= 1.0)) throw std::invalid_argument("a step cannot be shorter than a plain one");
         if (table.size() < 2) throw std::invalid_argument("the cost table is empty");
-        new (self) Policy({std::move(table), last_width, last_seconds, slope, row, position, position_width}, stretch);
+        new (self) Policy(
+            {std::move(table), last_width, last_seconds, slope, row, position, position_width, experts, used, expert, std::move(read)},
+            stretch);
     },
-            "table"_a, "last_width"_a, "last_seconds"_a, "slope"_a, "row"_a, "position"_a, "position_width"_a, "stretch"_a)
+            "table"_a, "last_width"_a, "last_seconds"_a, "slope"_a, "row"_a, "position"_a, "position_width"_a, "stretch"_a,
+            "experts"_a = 0.0, "used"_a = 0.0, "expert"_a = 0.0, "read"_a = std::vector<double>())
         .def("release", &Policy::release, "row"_a)
         .def("state", &state, "budget, advantage, curves: (rows, steps, plain seconds, ((nodes, plain steps, ratios), ...)).")
         .def_rw("explain", &Policy::explain)

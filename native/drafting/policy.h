@@ -76,7 +76,7 @@ public:
     const Decision& decision(size_t i) const { return steps_.at(i).decision; }
 
     // `paths`: of all rows, the accepted nodes of what was kept.
-    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds);
+    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts);
     void release(int64_t row);
 
     size_t rows() const { return rows_.size(); }

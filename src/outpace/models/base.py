@@ -23,7 +23,8 @@ class ModelInfo:
     ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
     ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
     an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position``: of a
-    row.
+    row. ``experts``: of a mixture's layer, of which a token goes to ``used_experts``; 0: there is none, or the backend
+    does not count what its forwards read.
     """
 
     name: str
@@ -37,6 +38,8 @@ class ModelInfo:
     device: str
     weight_bytes: int
     kv_bytes_per_position: int
+    experts: int = 0
+    used_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,11 @@ class Output(Protocol):
     def threads(self) -> int:
         """How many threads the forward ended with; 0 where that is not known."""
         return 0
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the forward's tokens went to in a mixture's layer, on average; 0: not known."""
+        return 0.0
 
     def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
         """Put the verdicts of ``rows`` into them, as far as ``verify`` finds them.

@@ -198,6 +198,8 @@ def load_native(
         device="cpu",
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
+        experts=0 if model.experts is None else model.experts.count,
+        used_experts=0 if model.experts is None else model.experts.used,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
     if weights.drafts:
