@@ -148,6 +148,8 @@ double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
 
 bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].measured(); }
 
+double StepCosts::compared() const { return now_->ratios[static_cast<size_t>(nearest(last_.step < 0 ? 1 : last_.nodes))].count(); }
+
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;

@@ -73,12 +73,15 @@ public:
     bool measured(int nodes) const;  // whether that is known of about so many
     // Most nodes that may be verified: what was measured, and if they may `grow` twice that.
     int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * known_ : known_}); }
+    double since_plain() const { return static_cast<double>(step_ - plain_at_); }  // steps
+    double compared() const;  // ratios of the last step's size
     bool wants_plain(double advantage) const;                       // whether this step had better have no drafts, to measure
     // Of the step, drafting aside. `experts`: that it read a layer, of a mixture; 0: not known.
     void learn(int nodes, double seconds, double experts);
     // Experts a layer that a step with so many nodes is expected to read, of all; 0: there is no mixture whose price is known.
     double reads(int nodes) const { return table_.mixes() ? read(rows_ + nodes) : 0.0; }
     double experts() const { return table_.experts; }
+    int rows() const { return rows_; }
     const std::map<int, Curve>& curves() const { return curves_; }
 
 private:

@@ -44,6 +44,7 @@ FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where there is no time for all
 SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
+FEW = 4  # tokens of a slow mixture's only narrow forward
 ALIKE = 8  # at most so many tokens that choose the same experts
 AGREE = 0.05  # the two least times of a cell do, when no further apart: if all do, the moment was a steady one
 MOMENTS = 8  # a machine that was busy at so many is not measured again
@@ -197,8 +198,7 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
     try:
         first = bench.seconds(_Cell(1))
         if left() < 8 * (first + bench.prefill):
-            flat = Cost.guess(min(first, bench.seconds(_Cell(1))), bench.short, bench.prefill)
-            return replace(flat, steady=False, **_guessed(model.info, flat, bench))
+            return replace(_guessed(model.info, bench, first), steady=False)
         least: dict[_Cell, list[float]] = {_Cell(1): [first]}  # two times of each cell
 
         def expected(widths: Sequence[int]) -> float:
@@ -241,13 +241,18 @@ def _mixture(info: ModelInfo, cost: Cost, least: dict[_Cell, list[float]], read:
     return {"experts": info.experts, "used": info.used_experts, "expert": one, "read": count}
 
 
-def _guessed(info: ModelInfo, cost: Cost, bench: _Bench) -> dict[str, Any]:
-    """The same where there was no time: as if a wide forward's time beyond a narrow one's were all experts'."""
-    more = bench.prefill_read - bench.read[_Cell(1)]
-    if not 0 < info.used_experts < info.experts or more < 1 or len(cost.widths) != 2:
-        return {}
-    one, count = (cost.seconds[1] - cost.seconds[0]) / more, (bench.read[_Cell(1)], bench.prefill_read)
-    return {"experts": info.experts, "used": info.used_experts, "expert": one, "read": count}
+def _guessed(info: ModelInfo, bench: _Bench, first: float) -> Cost:
+    """Of a model that is too slow for a table: of a prompt's forward, and of a mixture's few tokens, whose price lies
+    on no line between one's and that."""
+    least = {_Cell(1): [min(first, bench.seconds(_Cell(1)))]}
+    flat = Cost.guess(least[_Cell(1)][0], bench.short, bench.prefill)
+    if not 0 < info.used_experts < info.experts or min(bench.widest, bench.short - 1) < FEW:
+        return flat
+    for cell in (_Cell(FEW), _Cell(FEW, alike=True)):
+        least[cell] = [bench.seconds(cell)]
+    low, high = flat.seconds
+    cost = Cost((1, FEW, bench.short), (low, min(max(least[_Cell(FEW)][0], low), high), high))
+    return replace(cost, **_mixture(info, cost, least, bench.read))
 
 
 def _fit(times: dict[_Cell, float]) -> Cost:
@@ -337,7 +342,7 @@ class _Bench:
             begun = time.perf_counter()
             output = self._model.forward(batch)
             spent = time.perf_counter() - begun
-            self.prefill_read = output.experts
+            self.read[_Cell(tokens)] = output.experts
         return spent
 
     def _room(self, row: int) -> None:
