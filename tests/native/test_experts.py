@@ -76,5 +76,8 @@ def test_a_grown_mixture_says_what_the_dense_model_says(tmp_path: Path) -> None:
         if path == out:
             assert experts_of(model, tokens.tolist(), 1) == 4
             assert experts_of(model, tokens.tolist(), 24) > 8, "tokens go to different copies"
+            parts = [tensor for tensor in gguf.GGUFReader(out).tensors if "_exps" in tensor.name]
+            assert model.info.expert_bytes == pytest.approx(sum(part.n_bytes for part in parts) / 16, rel=0.3)
+            assert model.info.read_bytes(1) == model.info.weight_bytes - 12 * model.info.expert_bytes
         model.close()
     assert np.abs(logits[1] - logits[0]).max() < 0.02 * logits[0].std()

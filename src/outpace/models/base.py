@@ -23,8 +23,8 @@ class ModelInfo:
     ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
     ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
     an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position``: of a
-    row. ``experts``: of a mixture's layer, of which a token goes to ``used_experts``; 0: there is none, or the backend
-    does not count what its forwards read.
+    row. ``experts``: of a mixture's layer, of which a token goes to ``used_experts``, and one of which has
+    ``expert_bytes`` in all layers; 0: there is none, or the backend does not count what its forwards read.
     """
 
     name: str
@@ -40,6 +40,14 @@ class ModelInfo:
     kv_bytes_per_position: int
     experts: int = 0
     used_experts: int = 0
+    expert_bytes: int = 0
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a forward reads, where a mixture's tokens choose their experts independently."""
+        if not self.experts:
+            return float(self.weight_bytes)
+        untouched = self.experts * (1 - self.used_experts / self.experts) ** tokens
+        return self.weight_bytes - untouched * self.expert_bytes
 
 
 @dataclass(frozen=True, slots=True)
