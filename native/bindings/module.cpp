@@ -249,6 +249,15 @@ NB_MODULE(_native, m) {
         .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; },
             "What embeddings are multiplied by when they enter.")
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
+        .def_prop_ro("expert_bytes",
+            [](const Model& x) {
+        size_t bytes = 0;
+        for (const Layer& l : x.weights().layers)
+            if (const Experts& e = l.experts; e.count > 0)
+                for (const Matrix* m : {&e.gate, &e.up, &e.down})
+                    if (m->data) bytes += m->bytes() / static_cast<size_t>(e.count);
+        return bytes;
+    }, "Of one of a mixture's experts, in all layers.")
         .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
         .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });
     bind_step_rows(m);

@@ -327,6 +327,9 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         run.settle(result->threads);
         end_pass();
     }
+    const auto mixes = [](const Layer& l) { return l.experts.count > 0; };
+    const auto mixtures = std::count_if(weights_->layers.begin(), weights_->layers.begin() + batch.layers, mixes);
+    if (mixtures) result->experts = static_cast<double>(result->read_) / static_cast<double>(mixtures);
     for (int b = 0; b < batch.rows && !beside_; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;
 }

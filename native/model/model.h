@@ -54,6 +54,7 @@ public:
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
     int vocab = 0, hidden = 0, hidden_count = 0, tokens = 0;
     int threads = 0;  // that the forward ended with
+    double experts = 0.0;  // that it read in a mixture, on average; those of another pass again
     std::shared_ptr<Runtime> runtime;  // whose threads may share what is done with it; null: none
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
@@ -68,6 +69,7 @@ private:
     friend class Model;
     std::shared_ptr<Buffer<float>> logits_;
     int64_t stride_ = 0;
+    int64_t read_ = 0;  // experts, in all mixtures
 };
 
 enum Phase { kNorm, kQkv, kRope, kAttention, kOutput, kNorm2, kGateUp, kDown, kHead, kPhases };

@@ -399,7 +399,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if plan.chunks:
             read_prompts(step, body)
         if drafting.policy is not None:
-            core.rows.learn(draft, body)
+            core.rows.learn(draft, body, 0.0 if step.output is None else step.output.experts)
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:

@@ -23,7 +23,9 @@ class ModelInfo:
     ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
     ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
     an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position`` and
-    ``kv_dtype``: of a row's keys and values; the type is empty where the model's own decides.
+    ``kv_dtype``: of a row's keys and values; the type is empty where the model's own decides. ``experts``: of a
+    mixture's layer, of which a token goes to ``used_experts``, and one of which has ``expert_bytes`` in all layers; 0:
+    there is none, or the backend does not count what its forwards read.
     """
 
     name: str
@@ -38,6 +40,16 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_position: int
     kv_dtype: str = ""
+    experts: int = 0
+    used_experts: int = 0
+    expert_bytes: int = 0
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a forward reads, where a mixture's tokens choose their experts independently."""
+        if not self.experts:
+            return float(self.weight_bytes)
+        untouched = self.experts * (1 - self.used_experts / self.experts) ** tokens
+        return self.weight_bytes - untouched * self.expert_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +202,11 @@ class Output(Protocol):
     def threads(self) -> int:
         """How many threads the forward ended with; 0 where that is not known."""
         return 0
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the forward's tokens went to in a mixture's layer, on average; 0: not known."""
+        return 0.0
 
     def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
         """Put the verdicts of ``rows`` into them, as far as ``verify`` finds them.

@@ -60,7 +60,7 @@ class NativeAssistant(Network):
         with fitting():
             weights = build_beside(folder, text, target.stored, info.max_length, target.threads)
             self._model: _native.Model | None = _native.Model(
-                weights, target.runtime, target.isa, "bfloat16", -1, target.native
+                weights, target.runtime, target.isa, "bfloat16", -1, beside=target.native
             )
         self._target, self._layers = target, len(text.get("layer_types") or ()) or int(text["num_hidden_layers"])
         self.ids = np.arange(info.vocab_size, dtype=np.int32)

@@ -206,6 +206,9 @@ def load_native(
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
         kv_dtype=kv_dtype,
+        experts=0 if model.experts is None else model.experts.count,
+        used_experts=0 if model.experts is None else model.experts.used,
+        expert_bytes=handle.expert_bytes,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
     made.lost = weights.lost
