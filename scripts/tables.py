@@ -32,6 +32,7 @@ from outpace.server.fields import FIELDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN = ("on_step", "cost")  # parameters of Engine that Engine.load hands on
+TESTS = Path(__file__).parents[1] / "tests"
 SOURCE = Path(__file__).parents[1] / "src" / "outpace"
 _BETWEEN = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -176,9 +177,22 @@ def types() -> str:
     return _rows(("type", "bits a weight in the file"), rows)
 
 
+def clients() -> str:
+    """Others' clients and what they did, as tests/server/table.py recorded it."""
+    found = json.loads((TESTS / "server" / "clients" / "table.json").read_text(encoding="utf-8"))
+    kinds = ("chat", "stream", "tool", "structured", "whole task")
+    rows = []
+    for name, row in sorted(found.items(), key=lambda each: ("whole task" in each[1]["did"], each[0].lower())):
+        done = ("yes" if kind in row["did"] else "" for kind in kinds)
+        rows.append((name, _code(row["package"]), row["version"], *done))
+    head = ("client", "package", "version", "chats", "streams", "calls a tool", "structured answer", "whole task")
+    return _rows(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "types": types,
+    "clients": clients,
     "drafters": drafters,
     "parameters": parameters,
     "engine": partial(settings, EngineOptions),
