@@ -73,7 +73,8 @@ def _of(architecture: str, tiny: Tiny, given: argparse.Namespace) -> npt.NDArray
     """What ``_compared`` counts, in all, of one architecture."""
     options = LoadOptions(backend="native", threads=given.threads)
     path, draft = (str(tiny.path("Q8_0", each, tokenizer=1)) for each in (architecture, "llama"))
-    specs, sizes = (SHORT, SIZES[:1]) if given.short else (DRAFTERS, SIZES)
+    specs: tuple[str, ...] = SHORT if given.short else DRAFTERS
+    sizes = SIZES[:1] if given.short else SIZES
     model, tokenizer = load(path, options)
     if model.kv.recurrent:  # whose states cannot go back further than a step
         specs = tuple(spec for spec in specs if not spec.startswith("layers"))
