@@ -120,10 +120,13 @@ def test_drafted_answers_are_plain_decodings(tmp_path: Path) -> None:
     for spec, size in (("none", 0), ("drafter:P", 1), ("drafter:P", "auto"), ("suffix+drafter:P", 6)):
         model, drafter = drafting(tmp_path / "target", spec.replace("P", str(tmp_path / "assistant")))
         with Engine(model, drafter=drafter, size=size, max_rows=3, prefill_chunk=17) as engine:
-            for i, prompt in enumerate(([1, 2, 3], [7], [5, 1, 5, 2] * 9, [9, 8] * 30)):
-                params = SamplingParams(max_tokens=30, temperature=0.8 * (i % 2), seed=i, n=1 + i // 2)
-                engine.add(prompt, params.with_(allowed_tokens=tuple(range(4)) if i == 2 else None))
-            results = finished(engine)
+            results = {}
+            for again in (False, True):  # then behind prompts that are still there
+                for i, prompt in enumerate(([1, 2, 3], [7], [5, 1, 5, 2] * 9, [9, 8] * 30)):
+                    params = SamplingParams(max_tokens=30, temperature=0.8 * (i % 2), seed=i, n=1 + i // 2)
+                    engine.add(prompt, params.with_(allowed_tokens=tuple(range(4)) if i == 2 else None))
+                results |= finished(engine)
+                assert not again or engine.stats.reused_tokens > 0
         found.append([result.token_ids for result in results.values()])
         assert size in (0, "auto") or sum(result.stats.drafted for result in results.values()) > 100
     assert all(each == found[0] for each in found)
