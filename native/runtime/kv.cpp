@@ -28,13 +28,13 @@ int64_t KV::bytes_for(int64_t positions) const {
     return bytes_of(blocks_for(positions)) + (recurrent() ? states_.bytes_for(positions) : 0);
 }
 
-int64_t KV::growth(int row, int64_t n) const {
+int64_t KV::growth(int row, int64_t n, int64_t settled) const {
     const Row& r = at(row);
     if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
         throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot grow by " +
                                     std::to_string(n) + " positions");
     const bool copies = n > 0 && r.length % kBlock != 0 && r.blocks.back()->owners > 1;
-    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0)) + (recurrent() ? states_.growth(row, n) : 0);
+    return bytes_of(blocks_for(r.length + n) - r.blocks.size() + (copies ? 1 : 0)) + (recurrent() ? states_.growth(row, n, settled) : 0);
 }
 
 int64_t KV::exclusive(const std::vector<int>& rows) const {
@@ -152,12 +152,12 @@ void KV::grow(const std::vector<Need>& needs) {
     std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
     std::vector<bool> copies(needs.size(), false);
     for (size_t i = 0; i < needs.size(); ++i) {
-        const auto [row, n] = needs[i];
+        const auto [row, n, settled] = needs[i];
         Row& r = at(row);
         if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
             throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
         count += blocks_for(r.length + n) - r.blocks.size();
-        if (recurrent()) beside += states_.growth(row, n);
+        if (recurrent()) beside += states_.growth(row, n, settled);
         r.blocks.reserve(blocks_for(r.length + n));
         if (n == 0 || r.length % kBlock == 0 || r.blocks.back()->owners == 1) continue;
         int& others = left.emplace(r.blocks.back(), r.blocks.back()->owners).first->second;
