@@ -247,7 +247,9 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         locked(x, [&](KV& kv) { kv.compact(row, start, its.data(), static_cast<int>(its.size())); });
     })
         .def("kv_fork", [](Model& x, int src, int dst, int n) { locked(x, [&](KV& kv) { kv.fork(src, dst, n); }); })
-        .def("kv_growth", [](Model& x, int row, int64_t n) { return locked(x, [&](KV& kv) { return kv.growth(row, n); }); })
+        .def("kv_growth",
+            [](Model& x, int row, int64_t n, int64_t settled) { return locked(x, [&](KV& kv) { return kv.growth(row, n, settled); }); },
+            nb::arg("row"), nb::arg("n"), nb::arg("settled") = 0)
         .def("kv_bytes_for", [](Model& x, int64_t n) { return x.kv().bytes_for(n); })
         .def("kv_exclusive", [](Model& x, const std::vector<int>& rows) { return locked(x, [&](KV& kv) { return kv.exclusive(rows); }); })
         .def_prop_ro("kv_bytes", [](Model& x) { return locked(x, [](KV& kv) { return kv.bytes(); }); })

@@ -41,7 +41,7 @@ void Model::prepare(const BatchView& batch) {
         if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
         const int row = batch.row[begin], cached = kv_.length(row);
         seen.push_back(row);
-        needs.push_back({row, end - begin});
+        needs.push_back({row, end - begin, 0});
         for (int i = begin; i < end; ++i) {
             const int parent = batch.parent[i], own = i - begin;
             if (batch.row[i] != row) wrong("a row's tokens must stand together");
@@ -61,7 +61,8 @@ void Model::prepare(const BatchView& batch) {
         if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
             wrong("wanted must ascend within the tokens");
 
-    for (int b = 0; b < batch.rows && recurrent(); ++b) settled(batch, b);  // refuses a tree that cannot be taken back
+    for (int b = 0; b < batch.rows && recurrent(); ++b)  // refuses a tree that cannot be taken back
+        needs[static_cast<size_t>(b)].settled = settled(batch, b);
     kv_.grow(needs);
     plan_.clear();
     int wanted = 0;

@@ -25,12 +25,12 @@ int64_t KV::bytes_for(int64_t positions) const {
            (recurrent() ? states_.bytes_for(positions) : 0);
 }
 
-int64_t KV::growth(int row, int64_t n) const {
+int64_t KV::growth(int row, int64_t n, int64_t settled) const {
     const Row& r = at(row);
     if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
         throw std::invalid_argument("KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot grow by " +
                                     std::to_string(n) + " positions");
-    int64_t bytes = recurrent() ? states_.growth(row, n) : 0;
+    int64_t bytes = recurrent() ? states_.growth(row, n, settled) : 0;
     for (int pool = 0; pool < kPools && n > 0; ++pool) {
         const std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)];
         size_t more = blocks_for(pool, r.length + n) - blocks.size();
@@ -220,17 +220,17 @@ void KV::copy(Row& row, int pool, size_t i) {
 }
 
 void KV::grow(const std::vector<Need>& needs) {
-    for (const auto& [row, n] : needs)
+    for (const auto& [row, n, _] : needs)
         if (n < 0 || n > std::numeric_limits<int>::max() - at(row).length)
             throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
     Counts count{};
     int64_t beside = 0;
     std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
     std::vector<std::pair<Row*, int>> copies;    // and the pool
-    for (const auto& [row, n] : needs) {
+    for (const auto& [row, n, settled] : needs) {
         Row& r = at(row);
         if (n > 0) pass(r);
-        if (recurrent()) beside += states_.growth(row, n);
+        if (recurrent()) beside += states_.growth(row, n, settled);
         for (int pool = 0; pool < kPools; ++pool) {
             std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)];
             const size_t all = blocks_for(pool, r.length + n);
@@ -246,7 +246,7 @@ void KV::grow(const std::vector<Need>& needs) {
     }
     reserve(count, "this forward", beside);
     for (const auto& [row, pool] : copies) copy(*row, pool, row->blocks[static_cast<size_t>(pool)].size() - 1);
-    for (const auto& [row, n] : needs) {
+    for (const auto& [row, n, _] : needs) {
         Row& r = at(row);
         for (int pool = 0; pool < kPools; ++pool)
             for (std::vector<Block*>& blocks = r.blocks[static_cast<size_t>(pool)]; blocks.size() < blocks_for(pool, r.length + n);)

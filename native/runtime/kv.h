@@ -73,7 +73,8 @@ public:
     void compact(int row, int start, const int32_t* keep, int n);  // throws MemoryLimit where it would have to copy
     void fork(int src, int dst, int n);
 
-    int64_t growth(int row, int64_t n) const;  // bytes for n more positions, with a copy of what is shared
+    // Bytes for n more positions, of which the first so many settle as they are read, with a copy of what is shared.
+    int64_t growth(int row, int64_t n, int64_t settled = 0) const;
     int64_t bytes_for(int64_t positions) const;
     int64_t exclusive(const std::vector<int>& rows) const;  // bytes that only these rows have
     int64_t bytes() const { return pools_[kFull].used() + pools_[kWindowed].used() + states_.bytes(); }
@@ -91,6 +92,7 @@ public:
 
     struct Need {
         int row, positions;
+        int settled = 0;  // of these, the first so many never are taken back: recurrent states need no records of them
     };
     // Gives each of these rows (all different) blocks of its own for so many more positions: to all of them, or throws
     // MemoryLimit or std::bad_alloc and has changed nothing.

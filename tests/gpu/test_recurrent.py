@@ -185,6 +185,11 @@ def test_memory_is_bounded_and_known_beforehand(module: Any, model: Any, rng: np
         run(limited, [two], [text])
     assert limited.kv.length(two) == 0
     limited.close()
+    need = model.kv.growth(row, 40, settled=39)
+    tight = TransformersModel(module, name="tight", kv_memory=need)
+    run(tight, [tight.kv.alloc()], [text], last_only=True)  # of the others nothing is kept
+    assert tight.kv.bytes <= need < model.kv.growth(row, 40)
+    tight.close()
     for chunk in (text[:1], text[1:30], text[30:], text):
         growth, before = model.kv.growth(row, len(chunk)), model.kv.bytes
         run(model, [row], [chunk])

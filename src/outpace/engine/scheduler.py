@@ -470,7 +470,13 @@ class Scheduler:
             total += self._kv.growth(sequence.row, _width(sequence))
             if not sequence.paused:
                 total += self._drafting.growth(sequence, sequence.length + sequence.size)
-        return total + sum(self._kv.growth(chunk.sequence.row, chunk.count) for chunk in plan.chunks)
+        return total + sum(self._chunk_growth(chunk) for chunk in plan.chunks)
+
+    def _chunk_growth(self, chunk: Chunk) -> int:
+        row, count = chunk.sequence.row, chunk.count
+        if not self._kv.recurrent or chunk.wanted:
+            return self._kv.growth(row, count)
+        return self._kv.growth(row, count, settled=count - 1)
 
     # -- rows come and go --------------------------------------------------------------------------------------------
 

@@ -311,9 +311,10 @@ class KVCache(Protocol):
     def fork(self, src: int, dst: int, n: int) -> None:
         """Make ``dst``'s first ``n`` positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
-    def growth(self, row: int, n: int) -> int:
+    def growth(self, row: int, n: int, settled: int = 0) -> int:
         """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included, without those
-        that it gives back for them."""
+        that it gives back for them. ``settled``: of these positions, how many recurrent layers go over for good, as
+        they do of a prompt of which one output is wanted."""
 
     def bytes_for(self, positions: int) -> int:
         """What a row of so many ``positions`` takes when it shares nothing; reading more than a few at once may take

@@ -80,9 +80,9 @@ class NativeKV(KVCache):
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
-    def growth(self, row: int, n: int) -> int:
+    def growth(self, row: int, n: int, settled: int = 0) -> int:
         """See ``KVCache.growth``. Rows that share their last block and grow together may take less than the sum."""
-        return self._live().kv_growth(row, n)
+        return self._live().kv_growth(row, n, settled)
 
     def bytes_for(self, positions: int) -> int:
         return self._live().kv_bytes_for(positions)

@@ -26,6 +26,7 @@ from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.mixers import in_attentions_place, mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.probe import Reference, agree, prove_in_float32
+from outpace.models.torch.recurrent import records
 from outpace.models.torch.state import ModuleState
 from outpace.models.torch.upload import uploaded
 
@@ -384,7 +385,7 @@ class TransformersModel(Model):
             raise ValueError(f"layers={layers}: recurrent layers' states are over all layers or none")
         features = None if batch.features is None else self._features(batch)
         try:
-            with kv.writing(counts(batch)):
+            with kv.writing(counts(batch), records(batch) if self._mixers else None):
                 if graphs is not None and graphs.strict and len(batch):
                     found, states = graphs.strictly(batch, layers, batch.hidden_layers, features)
                     return TorchOutput(batch, found, [states[layer] for layer in batch.hidden_layers])

@@ -415,6 +415,12 @@ def settled(batch: Batch, begin: int, end: int) -> int:
     return 0
 
 
+def records(batch: Batch) -> dict[int, int]:
+    """Of how many new tokens each row keeps records."""
+    spans = zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), strict=True)
+    return {int(batch.row[begin]): end - begin - settled(batch, begin, end) for begin, end in spans if begin < end}
+
+
 def _levels(batch: Batch, spans: Sequence[tuple[int, int]], kept: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of ``kept`` tokens, from one of each row on to its end: packed tokens of each depth, and their parents' places in
     the depth before, those of the first one their rows'."""
