@@ -297,7 +297,7 @@ struct Attention {
         weigh();
         if constexpr (whole_numbers)
             for (int i = 0; i < job.queries; ++i)
-                for (int g = 0; g < groups(type, value_dim); ++g) split_weights(i, g, job.blocks[index]);
+                for (int g = 0; g < groups(type, value_dim) && sees(i); ++g) split_weights(i, g, job.blocks[index]);
         if (whole) merged.add(peaks, totals);
         in_tiles<most>(job.queries, [&](auto pack, int i) {
             const auto tile = [&](auto vectors, int d) {
