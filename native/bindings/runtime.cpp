@@ -157,8 +157,10 @@ void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<R
         type = KVType::F16;
     else if (kv_dtype == "int8")
         type = KVType::I8;
+    else if (kv_dtype == "int4")
+        type = KVType::I4;
     else if (kv_dtype != "bfloat16")
-        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float16, float32 or int8");
+        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float16, float32, int8 or int4");
     new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit, windowed, std::move(beside));
 }
 

@@ -255,21 +255,31 @@ void KV::grow(const std::vector<Need>& needs) {
 }
 
 // Calls f(part's offset, piece's offset in it, bytes) for whatever a slot has in a pool's block, layer by layer and head by head.
-// A key is spread over its tile of 16 slots: pairs of bf16, single numbers of other types, one place of each 16.
+// A key is spread over its tile of 16 slots: pairs of bf16, single numbers of other types, one place of each 16; integers, of
+// values too, as integer_at says.
 template <class F>
 void KV::each_piece(int pool, int slot, const F& f) const {
-    const size_t piece = shape_.type == KVType::BF16 ? 4 : static_cast<size_t>(element_bytes(shape_.type)), at = static_cast<size_t>(slot);
+    const KVType type = shape_.type;
+    const size_t piece = type == KVType::BF16 ? 4 : static_cast<size_t>(element_bytes(type)), at = static_cast<size_t>(slot);
+    const auto each_integer = [&](bool key, size_t part, int dim) {
+        const int row = row_bytes(type, dim), scale = scale_bytes(type);
+        for (int i = 0; i < row; ++i) f(part, integer_at(key, slot, i, row), size_t{1});
+        for (int g = 0; g < groups(type, dim); ++g)
+            f(part, static_cast<size_t>(kBlock * row + scale * (g * kBlock + slot)), static_cast<size_t>(scale));
+    };
     for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
         if (shape_[layer].pool != pool) continue;
-        const size_t dim = static_cast<size_t>(shape_[layer].dim_padded()), row = dim * element_bytes(shape_.type), count = row / piece;
-        const size_t value_dim = static_cast<size_t>(shape_[layer].value_padded()), value_row = value_dim * element_bytes(shape_.type);
+        const int dim = shape_[layer].dim_padded(), value_dim = shape_[layer].value_padded();
+        const size_t row = static_cast<size_t>(row_bytes(type, dim)), value_row = static_cast<size_t>(row_bytes(type, value_dim));
         for (int head = 0; head < shape_[layer].heads; ++head) {
             const size_t keys = shape_.keys(layer, head), values = shape_.values(layer, head);
-            for (size_t i = 0; i < count; ++i) f(keys, at / 16 * 16 * row + (16 * i + at % 16) * piece, piece);
+            if (integers(type)) {
+                each_integer(true, keys, dim);
+                each_integer(false, values, value_dim);
+                continue;
+            }
+            for (size_t i = 0; i < row / piece; ++i) f(keys, at / 16 * 16 * row + (16 * i + at % 16) * piece, piece);
             f(values, at * value_row, value_row);
-            if (shape_.type != KVType::I8) continue;
-            f(keys, kBlock * dim + 4 * at, size_t{4});
-            f(values, kBlock * value_dim + 4 * at, size_t{4});
         }
     }
 }

@@ -598,7 +598,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) ->
         with pytest.raises(ModelError, match=message):
             load_native(tmp_path)
     path = tiny.path()
-    for options in ({"kv_dtype": "int4"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
+    for options in ({"kv_dtype": "int2"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
         with pytest.raises(ParameterError):
             load_native(path, **options)  # type: ignore[arg-type]
 
@@ -622,7 +622,7 @@ def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     if kind == "Q5_1" and architecture == "llama":
         sizes = {"head_dim": 24}  # heads are padded to 16
-    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
+    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"quantize": "int8"}):
         model = tiny.load(kind, architecture, sizes, **options)
         info = model.info
         assert estimate(tiny.path(kind, architecture, **sizes), **options) == (

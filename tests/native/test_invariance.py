@@ -14,7 +14,7 @@ from outpace.models.families import FAMILIES
 KINDS = ["Q4_1", "Q8_0", "BF16"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load(kind, isa=isa, threads=2, kv_dtype=kv_dtype)
@@ -127,7 +127,7 @@ def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rn
         assert np.array_equal(feed(model, tree, following), feed(model, chain, following))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
     tokens = rng.integers(0, 100, 100)

@@ -21,7 +21,7 @@ from tests.kv_machine import machine
 BLOCK = 64
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 def test_random_use(kv_dtype: str, tiny: Tiny) -> None:
     model, reference = (tiny.load("Q4_1", threads=1, kv_dtype=kv_dtype) for _ in range(2))
     chosen = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -10,7 +10,7 @@ from outpace.common.parameter import Amount, Integer, Text, check, defined
 
 Backend = Literal["auto", "native", "transformers"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "bfloat16", "float16", "float32", "int8"]
+KVDType = Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"]
 Quantize = Literal["int8", "int4"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -47,7 +47,8 @@ class LoadOptions:
         metavar="SIZE", parser=str,
     )  # fmt: skip
     kv_dtype: KVDType = defined(
-        "auto", "Of keys and values: bfloat16, float16, float32, int8. auto: float16 for weights in it, else bfloat16."
+        "auto",
+        "Of keys and values: bfloat16, float16, float32, int8, int4; auto: float16 for F16 weights, else bfloat16.",
     )
     quantize: Quantize | None = defined(None, "int8 or int4: weights that are not quantised yet, native.")
     strict: bool = defined(False, "Transformers backend: same bits at any batch, width and chunking (slower).")

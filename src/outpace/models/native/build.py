@@ -97,12 +97,16 @@ def _unkept(kind: str) -> str:
 
 def kv_bytes(model: Decoder, kv_dtype: str, layers: Sequence[int] | None = None) -> int:
     """Of one position, in ``layers`` (None: all): heads are padded to 16; int8 has a float32 scale for each head's key,
-    and value."""
-    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}[kv_dtype]
+    and value; int4 a float16 one for every 32 numbers."""
+
+    def row(n: int) -> int:
+        n += -n % 16
+        return {"int8": n + 4, "int4": -(-n // 32) * 18, "float32": 4 * n}.get(kv_dtype, 2 * n)
+
     total = 0
     for shape in (model.shape(i) for i in (range(model.layers) if layers is None else layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank
-        total += shape.kv_heads * (sum(n + -n % 16 for n in (shape.head_dim, values)) * each + more)
+        total += shape.kv_heads * (row(shape.head_dim) + row(values))
     return total
 
 

@@ -123,7 +123,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("bfloat16", "float16", "float32", "int8")
+KV_DTYPES = ("bfloat16", "float16", "float32", "int8", "int4")
 QUANTIZE = ("int8", "int4")
 
 
@@ -145,8 +145,9 @@ def load_native(
 
     ``threads``: None takes the physical cores this process may use, within its CPU quota; where the system does not
     give that many, those that it gives, with a warning. ``kv_memory``: hard bound in bytes. ``kv_dtype``: bfloat16,
-    float16 (greater numbers become 65504), float32 or int8 (a float32 scale for each position and head; half the
-    memory of bfloat16, less exact); auto: float16 for a model in float16, else bfloat16.
+    float16 (greater numbers become 65504), float32, int8 (a float32 scale for each position and head; half the
+    memory of bfloat16, less exact) or int4 (a float16 scale for every 32 numbers; 0.28 of it, far less exact); auto:
+    float16 for a model in float16, else bfloat16.
     ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a different model, and
     ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16 and float16 convert
     weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best one).
