@@ -45,7 +45,7 @@ class ModelInfo:
     expert_bytes: int = 0
 
     def read_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a forward reads, where a mixture's tokens choose their experts independently."""
+        """Bytes of weights that a forward of ``tokens`` reads, where a mixture's choose their experts independently."""
         if not self.experts:
             return float(self.weight_bytes)
         untouched = self.experts * (1 - self.used_experts / self.experts) ** tokens

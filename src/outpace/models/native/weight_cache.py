@@ -143,10 +143,10 @@ def keep(where: Place, packer: packed.Packer) -> None:
         log.warning("%s: the packed weights are not kept: %s", where.name, error)
 
 
-def settle(path: Path | None = None) -> None:
+def settle(path: StrPath | None = None) -> None:
     """Wait until this process has written the file ``path``, or all."""
     for its, writer in list(_writers.items()):
-        if path in (None, its):
+        if path is None or its == Path(path):
             writer.join()
             if _writers.get(its) is writer:
                 del _writers[its]
