@@ -172,7 +172,6 @@ def load_native(
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
         raise ParameterError(f"OUTPACE_ISA: {error}") from error
-    kv_dtype = kv_type(weights, target, kv_dtype)
     longest = min(model.limit, max_length or model.limit)
     if model.limit < min(model.max_length, max_length or model.max_length):
         log.warning(
@@ -188,6 +187,7 @@ def load_native(
             )  # fmt: skip
     try:
         built = build_weights(model, weights, target, longest, runtime.threads)
+        kv_dtype = kv_type(weights, target, kv_dtype)
         handle = _native.Model(built, runtime, chosen, kv_dtype, -1 if kv_memory is None else kv_memory)
     except (ValueError, MemoryError) as error:
         raise ModelError(
