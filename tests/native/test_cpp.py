@@ -18,6 +18,7 @@ PARTS = (
     "runtime/pool.cpp",
     "runtime/kv.cpp",
     "runtime/kv_arena.cpp",
+    "runtime/kv_blocks.cpp",
     "runtime/states.cpp",
     "model/grow.cpp",
 )
