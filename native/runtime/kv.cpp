@@ -54,6 +54,7 @@ int KV::alloc() {
     while (row < rows_.size() && rows_[row].used) ++row;
     if (row == rows_.size()) rows_.emplace_back();
     rows_[row].used = true;
+    rows_[row].awaits = false;
     return static_cast<int>(row);
 }
 
@@ -66,12 +67,12 @@ void KV::free(int row) {
 
 int KV::reachable(int row, int n) const {
     const int most = std::min(std::max(n, 0), at(row).length);
-    return recurrent() ? states_.reachable(row, most) : most;
+    return at(row).awaits ? 0 : recurrent() ? states_.reachable(row, most) : most;
 }
 
 // n, if the row can be cut or forked there.
 int KV::checked(int row, int n, const char* what) const {
-    if (recurrent() && states_.reachable(row, n) != n)
+    if (recurrent() && (at(row).awaits ? 0 : states_.reachable(row, n)) != n)
         throw std::invalid_argument(std::string("cannot ") + what + " " + std::to_string(n) + " of " + std::to_string(at(row).length) +
                                     " positions of KV row " + std::to_string(row) +
                                     ": its recurrent layers have passed them; `reachable` says what can be had");
@@ -85,6 +86,7 @@ void KV::truncate(int row, int n) {
             "cannot truncate KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " to " + std::to_string(n));
     checked(row, n, "keep");
     if (recurrent()) states_.truncate(row, n);
+    r.awaits = r.awaits && n > 0;
     shrink(r, n);
 }
 
@@ -97,7 +99,7 @@ void KV::shrink(Row& row, int n) {
 void KV::settle() {
     for (size_t i = 0; i < rows_.size(); ++i) {
         Row& row = rows_[i];
-        if (const int at = static_cast<int>(i); recurrent() && row.used && states_.length(at) != row.length) {
+        if (const int at = static_cast<int>(i); recurrent() && row.used && !row.awaits && states_.length(at) != row.length) {
             states_.clear(at);  // the forward had gone over some of its tokens
             row.length = 0;
         }
@@ -156,6 +158,7 @@ void KV::grow(const std::vector<Need>& needs) {
         Row& r = at(row);
         if (n < 0 || n > std::numeric_limits<int>::max() - r.length)
             throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
+        if (r.awaits) throw std::invalid_argument("KV row " + std::to_string(row) + " has not taken its recurrent state yet");
         count += blocks_for(r.length + n) - r.blocks.size();
         if (recurrent()) beside += states_.growth(row, n);
         r.blocks.reserve(blocks_for(r.length + n));
@@ -245,6 +248,37 @@ void KV::fork(int src, int dst, int n) {
     to.length = n;
 }
 
+void KV::export_block(int row, int i, uint8_t* to) const {
+    const Row& r = at(row);
+    if (i < 0 || i >= static_cast<int>(r.blocks.size()))
+        throw std::invalid_argument(
+            "KV row " + std::to_string(row) + " has " + std::to_string(r.blocks.size()) + " blocks, and none " + std::to_string(i));
+    std::memcpy(to, block_of(row, i), shape_.block());
+    for (int slot = std::min(kBlock, r.length - i * kBlock); slot < kBlock; ++slot)
+        each_piece(slot, [&](size_t part, size_t at, size_t bytes) { std::memset(to + part + at, 0, bytes); });
+}
+
+void KV::import_block(int row, const uint8_t* from, int n) {
+    Row& r = at(row);
+    if (n < 1 || n > kBlock || r.length % kBlock != 0 || (recurrent() && r.length > 0 && !r.awaits))
+        throw std::invalid_argument(
+            "KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot take a block of " + std::to_string(n));
+    r.blocks.reserve(r.blocks.size() + 1);
+    Block* block = take(1, "a beginning that a file has").front();
+    std::memcpy(block->data, from, shape_.block());
+    r.blocks.push_back(block);
+    r.length += n;
+    r.awaits = recurrent();
+}
+
+void KV::import_state(int row, const float* from) {
+    Row& r = at(row);
+    if (!r.awaits) throw std::invalid_argument("KV row " + std::to_string(row) + " awaits no recurrent state");
+    take(0, "a recurrent state", states_.bytes_for(r.length));
+    states_.take(row, r.length, from);
+    r.awaits = false;
+}
+
 std::vector<int> KV::rows() const {
     std::vector<int> used;
     for (size_t i = 0; i < rows_.size(); ++i)
@@ -264,7 +298,7 @@ void KV::check() const {
     for (const Row& row : rows_) {
         require(row.used || row.length == 0, "a freed KV row still has positions");
         require(row.length >= 0 && row.blocks.size() == blocks_for(row.length), "a KV row's blocks do not fit its length");
-        if (recurrent() && row.used) states_.check(static_cast<int>(&row - rows_.data()), row.length);
+        if (recurrent() && row.used && !row.awaits) states_.check(static_cast<int>(&row - rows_.data()), row.length);
         for (size_t i = 0; i < row.blocks.size(); ++i) {
             Place& place = found.emplace(row.blocks[i], Place{0, i}).first->second;
             ++place.owners;

@@ -82,6 +82,12 @@ public:
     void lengthen(int row, int n) { at(row).length += n; }
     // Gives back what rows have beyond their length, after a forward that failed between the two above.
     void settle();
+    // What a file keeps of a row: a block's bytes as they lie in memory, zeros in slots beyond the row's length, and recurrent
+    // states at the positions `state_ends`. A row that takes blocks can be used once it has taken its state, too.
+    void export_block(int row, int i, uint8_t* to) const;
+    void import_block(int row, const uint8_t* from, int n);  // of n positions, behind full ones; throws MemoryLimit
+    std::vector<int> state_ends(int row) const { return at(row).awaits ? std::vector<int>{} : states_.ends(row); }
+    void import_state(int row, const float* from);  // throws MemoryLimit
     int blocks_of(int row) const { return static_cast<int>(at(row).blocks.size()); }
     const uint8_t* block_of(int row, int i) const { return at(row).blocks[static_cast<size_t>(i)]->data; }
 
@@ -95,6 +101,7 @@ private:
     };
     struct Row {
         bool used = false;
+        bool awaits = false;  // it has taken blocks of a file, and not yet its recurrent state
         int length = 0;
         std::vector<Block*> blocks;
     };

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
-from outpace.models.base import Batch, KVCache, Model, ModelInfo
+from outpace.models.base import Batch, KVCache, KVLayout, Model, ModelInfo
 from outpace.models.host import usable_cores
 from outpace.models.native.build import build_head, build_weights, kv_bytes, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
@@ -72,6 +73,34 @@ class NativeKV(KVCache):
     def fork(self, src: int, dst: int, n: int) -> None:
         try:
             self._live().kv_fork(src, dst, n)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+
+    @property
+    def layout(self) -> KVLayout:
+        handle = self._live()
+        kind, block, state = handle.kv_layout
+        arithmetic, made = _fast.native.ARITHMETIC, (kind, block, state, handle.isa)  # vectors of values go by the path
+        return KVLayout(block, state if handle.recurrent else 0, (f"{arithmetic}.{_fast.INTERFACE}", *map(str, made)))
+
+    def export_block(self, row: int, block: int) -> bytes:
+        return self._live().kv_export(row, block)
+
+    def import_block(self, row: int, data: memoryview, positions: int) -> None:
+        try:
+            self._live().kv_import(row, np.frombuffer(data, np.uint8), positions)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+
+    def state_ends(self, row: int) -> list[int]:
+        return self._live().kv_states(row)
+
+    def export_state(self, row: int, positions: int) -> bytes:
+        return self._live().kv_export_state(row, positions)
+
+    def import_state(self, row: int, data: memoryview) -> None:
+        try:
+            self._live().kv_import_state(row, np.frombuffer(data, np.uint8))
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
@@ -200,6 +229,7 @@ def load_native(
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
     )
     made = NativeModel(handle, runtime, info, kv_memory)
+    made.path = path.path if isinstance(path, GGUFFile) else Path(path)
     if weights.drafts:
         made.drafts, made.head = True, lambda: build_head(model, weights, target, longest, runtime.threads, handle)
     return made
