@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -82,8 +83,13 @@ class KVFiles:
 
     def __init__(self, folder: Path, model: str, limit: int, about: dict[str, object]) -> None:
         self._root, self._home, self.limit = folder, folder / model, limit
-        (self._home / "states").mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(self._home / "model.json", about)
+        self._quiet_until = 0.0
+        try:
+            self._home.mkdir(mode=0o700, exist_ok=True)
+            (self._home / "states").mkdir(mode=0o700, exist_ok=True)
+            write_json(self._home / "model.json", about)
+        except OSError as error:
+            self._trouble(f"KV cannot be kept in {folder}: {error.strerror}")
         self.read_bytes = self.written = self.evicted = self.damaged = 0
         self._lock = threading.Condition()
         self._jobs: deque[tuple[str, Sequence[bytes]] | Callable[[], None]] = deque()
@@ -91,7 +97,6 @@ class KVFiles:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._total, self._since = self._look()  # bytes there were, and those that were written since
-        self._quiet_until = 0.0
         self._listed: tuple[int, dict[str, list[str]]] = -1, {}
 
     @property
@@ -252,6 +257,17 @@ def files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         for path in folder.glob(pattern):
             with suppress(OSError):
                 yield path, path.stat()
+
+
+def models(folder: Path) -> list[tuple[Path, str, int, int]]:
+    """Of each model in ``folder``: where its files are, its name, how many there are and their bytes."""
+    found = []
+    for about in sorted(folder.glob("*/model.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            name = str(json.loads(about.read_text(encoding="utf-8"))["model"])
+            sizes = [stat.st_size for path, stat in files(folder) if about.parent in path.parents]
+            found.append((about.parent, name, len(sizes), sum(sizes)))
+    return found
 
 
 def clear(folder: Path) -> int:

@@ -116,7 +116,7 @@ class KVStore:
         there = 0
         while there < whole and self.files.has(chain.name(there)):
             there += 1
-        chain.stored = max(chain.stored, there)
+        chain.stored = there
         if not self._layout.state_bytes:
             found = Reading(chain, there * block)
             return found if found.positions >= shared + block else None
