@@ -136,6 +136,20 @@ def test_conversations_read_only_what_is_new_after_restarts(
         before = len(prompt) - 3
 
 
+@pytest.mark.parametrize("drafter", ["suffix+eagle:demo", "layers:2"])
+def test_drafters_go_on_behind_what_they_have_not_seen(drafter: str, tmp_path: Path) -> None:
+    """Neither hidden states nor a cache of their own come with what is read from the disk."""
+    prompt = "Repeat after me: one two three four five six seven eight nine ten. " * 4
+    found = []
+    for given in (None, drafter, drafter):
+        with Engine.load("demo", drafter=given, size=4, threads=1, max_length=512, cache_dir=tmp_path) as engine:
+            engine.add(prompt, SamplingParams(max_tokens=48, ignore_eos=True))
+            found += finished(engine).values()
+    assert found[0].token_ids == found[1].token_ids == found[2].token_ids
+    assert found[0].stats.reused_tokens == 0 < 64 <= found[1].stats.reused_tokens
+    assert found[1].stats.accepted > 0
+
+
 def test_another_process_finds_what_this_one_left(tmp_path: Path, text: list[int]) -> None:
     script = (
         "import sys, json; from outpace import Engine\n"
