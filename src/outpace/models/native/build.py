@@ -41,9 +41,8 @@ def estimate(
     quantize: str | None = None,
     dtype: str = "auto",
     kv_dtype: str = "bfloat16",
-) -> tuple[int, int, int, int]:
-    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values; of these, what
-    layers with a window have, which a row keeps for so many positions alone: the longest window (0, 0: no such layer).
+) -> tuple[int, int]:
+    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
 
     From shapes and types alone; no weight is read. Raises ModelError.
     """
