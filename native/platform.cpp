@@ -61,6 +61,21 @@ void advise_huge(void* memory, size_t bytes) noexcept {
 #endif
 }
 
+void discard_pages(void* memory, size_t bytes) noexcept {
+#if defined(_WIN32)
+    static_cast<void>(memory), static_cast<void>(bytes);
+#else
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), at = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t begin = (at + page - 1) / page * page, end = (at + bytes) / page * page;
+#if defined(__APPLE__)
+    constexpr int advice = MADV_FREE;
+#else
+    constexpr int advice = MADV_DONTNEED;
+#endif
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+#endif
+}
+
 #if defined(__linux__)
 
 namespace {

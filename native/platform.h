@@ -18,6 +18,9 @@ void give_pages(void* pages, size_t bytes) noexcept;
 // Asks for huge pages under `memory`: advice only, without them it is merely slower.
 void advise_huge(void* memory, size_t bytes) noexcept;
 
+// Gives back what is in the whole pages within `memory`, which stays mapped: what is read there next is not defined.
+void discard_pages(void* memory, size_t bytes) noexcept;
+
 int allowed_processors();  // that this process may use
 int current_processor();   // -1: unknown
 int current_thread();      // the system's number of the calling thread; 0: unknown

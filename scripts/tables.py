@@ -32,6 +32,7 @@ from outpace.server.fields import FIELDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN = ("on_step", "cost", "cache_dir", "cache_size")  # parameters of Engine that Engine.load hands on
+TESTS = Path(__file__).parents[1] / "tests"
 SOURCE = Path(__file__).parents[1] / "src" / "outpace"
 _BETWEEN = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -159,11 +160,9 @@ def models() -> str:
         if family.name in others:
             files = f"{_code(str(others[family.name][0]))} {others[family.name][1]}"
         torch = "our decoder"
-        if family.scan is not None:
-            torch = "layers that attend alone" if not family.single else ""
-        elif family.modules or family.latent or family.grows or family.mixture is not None:
+        if family.modules or family.scan or family.latent or family.grows or family.mixture is not None:
             torch = "transformers' modules"
-        if family.delta or family.conv or family.varied:
+        if family.recurrent or family.varied:
             torch += ", folders"
         rows.append(
             (family.name, _code(family.model, *wrapped), files, _kinds(family), torch, "`mtp`" if family.heads else "")
@@ -178,9 +177,22 @@ def types() -> str:
     return _rows(("type", "bits a weight in the file"), rows)
 
 
+def clients() -> str:
+    """Others' clients and what they did, as tests/server/table.py recorded it."""
+    found = json.loads((TESTS / "server" / "clients" / "table.json").read_text(encoding="utf-8"))
+    kinds = ("chat", "stream", "tool", "structured", "whole task")
+    rows = []
+    for name, row in sorted(found.items(), key=lambda each: ("whole task" in each[1]["did"], each[0].lower())):
+        done = ("yes" if kind in row["did"] else "" for kind in kinds)
+        rows.append((name, _code(row["package"]), row["version"], *done))
+    head = ("client", "package", "version", "chats", "streams", "calls a tool", "structured answer", "whole task")
+    return _rows(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "types": types,
+    "clients": clients,
     "drafters": drafters,
     "parameters": parameters,
     "engine": partial(settings, EngineOptions),

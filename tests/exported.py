@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 
 from outpace.common.arrays import F32
 
@@ -127,6 +128,14 @@ def export(
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if architecture == "falcon-h1":
+        state = _multiplied(state, config)
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
     if blocks is not None:
         writer.add_ssm_conv_kernel(config.conv_kernel)
         writer.add_ssm_state_size(config.ssm_state_size)
@@ -267,6 +276,24 @@ def export(
     return path
 
 
+def _multiplied(state: Any, config: Any) -> dict[str, Any]:
+    """Falcon-H1's weights with its multipliers in them."""
+    inner, keys = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    sizes = np.array([inner, inner, keys, keys, config.mamba_n_heads])
+    parts = np.repeat(np.array(config.ssm_multipliers, np.float32), sizes)[:, None] * config.ssm_in_multiplier
+    factors = {
+        "down_proj": config.mlp_multipliers[1], "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier, "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier, ".o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier, "in_proj": torch.from_numpy(parts),
+        "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    return {
+        name: values * next((factor for part, factor in factors.items() if part in name), 1)
+        for name, values in state.items()
+    }
+
+
 def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     """What layers have that differ, and the divisors of rotations that leave most angles out."""
     windowed = [kind == "sliding_attention" for kind in config.layer_types]
@@ -337,7 +364,7 @@ def _head(head: Any, config: Any) -> Iterator[tuple[str, F32]]:
     """The tensors of a layer that drafts, by the names of a layer behind the last one."""
     if head is None:
         return
-    at, added = config.num_hidden_layers, np.float32(config.model_type.startswith("qwen3_5"))
+    at, added = config.num_hidden_layers, np.float32(config.model_type.startswith("qwen3"))
     for part, name in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head_norm")):
         yield f"blk.{at}.nextn.{name}.weight", getattr(head, part).weight.detach().numpy() + added
     yield f"blk.{at}.nextn.eh_proj.weight", head.eh_proj.weight.detach().numpy()

@@ -68,9 +68,11 @@ def machine(
     longest: int,
     same: Callable[[Any, Any], bool] = np.array_equal,
     poison: Callable[[], None] = lambda: None,
+    windows: bool = False,
 ) -> type[RuleBasedStateMachine]:
     """``reference``: the same model with a cache of its own, whose only row shares nothing; ``sizes``: what a row grows
-    by; ``poison``: makes what no row holds unreadable."""
+    by; ``poison``: makes what no row holds unreadable; ``windows``: rows give back what no window reaches, so that they
+    can be cut in some places only, and take at most what ``bytes_for`` says beside their last forward's."""
     plain = reference.kv.alloc()
     unit = model.kv.bytes_for(1)
 
@@ -87,6 +89,7 @@ def machine(
                 model.kv.free(row)
             self.tokens: dict[int, list[int]] = {}
             self.memory = Memory(model.kv.block)
+            self.behind: dict[int, int] = {}  # where a row's last forward began
 
         def pick(self, i: int) -> int:
             return sorted(self.tokens)[i % len(self.tokens)]
@@ -96,7 +99,7 @@ def machine(
         def alloc(self) -> None:
             row = model.kv.alloc()
             assert row not in self.tokens
-            self.tokens[row], self.memory.rows[row] = [], []
+            self.tokens[row], self.memory.rows[row], self.behind[row] = [], [], 0
 
         @rule(
             start=st.integers(0, 9),
@@ -120,6 +123,7 @@ def machine(
             output = model.forward(Batch.pack([row for row, _ in batch], fed, lengths, [True] * len(batch)))
             assert model.kv.bytes - before <= most
             for (row, new), length in zip(batch, lengths, strict=True):
+                self.behind[row] = length
                 self.memory.grow(row, length, len(new))
                 self.tokens[row] += new
             ends = np.cumsum([len(new) for new in fed]).astype(np.int32) - 1
@@ -136,12 +140,14 @@ def machine(
                 return
             nodes = [(11 * j + start) % 97 for j in range(len(TREE))]
             feed(model, row, nodes, parents=TREE)
+            self.behind[row] = start
             self.memory.grow(row, start, len(nodes))
             kept = [(row, path)]
             if other is not None and len(self.tokens) < 4:
                 copy = model.kv.alloc()
                 model.kv.fork(row, copy, start + len(nodes))
                 self.tokens[copy], self.memory.rows[copy] = list(self.tokens[row]), list(self.memory.rows[row])
+                self.behind[copy] = start
                 kept.append((copy, other))
             for its, keep in kept:
                 model.kv.compact(its, start, np.array(keep, np.int32))
@@ -151,11 +157,25 @@ def machine(
                 self.tokens[its] += [nodes[j] for j in keep]
                 self.memory.cut(its, len(self.tokens[its]))
 
+        def reached(self, row: int, n: int) -> int:
+            """Where a row can be cut at n positions or before; always from a little before its last forward on."""
+            n = min(n, len(self.tokens[row]))
+            found = model.kv.reachable(row, n)
+            assert found == n or (windows and 0 <= found < n < self.behind[row])
+            return int(found)
+
+        @rule(i=st.integers(0, 9))
+        @precondition(lambda self: self.tokens)
+        def keep(self, i: int) -> None:
+            row = self.pick(i)
+            model.kv.keep(row)
+            assert model.kv.reachable(row, len(self.tokens[row])) == len(self.tokens[row])
+
         @rule(i=st.integers(0, 9), n=st.integers(0, longest))
         @precondition(lambda self: self.tokens)
         def truncate(self, i: int, n: int) -> None:
             row = self.pick(i)
-            n = min(n, len(self.tokens[row]))
+            n = self.reached(row, n)
             model.kv.truncate(row, n)
             del self.tokens[row][n:]
             self.memory.cut(row, n)
@@ -164,8 +184,9 @@ def machine(
         @precondition(lambda self: 0 < len(self.tokens) < 4)
         def fork(self, i: int, n: int) -> None:
             src, dst = self.pick(i), model.kv.alloc()
-            n = min(n, len(self.tokens[src]))
+            n = self.reached(src, n)
             model.kv.fork(src, dst, n)
+            self.behind[dst] = min(n, self.behind[src])
             self.tokens[dst] = self.tokens[src][:n]
             self.memory.rows[dst] = list(self.memory.rows[src])
             self.memory.cut(dst, n)
@@ -184,6 +205,11 @@ def machine(
             model.kv.check()
             assert model.kv.rows == sorted(self.tokens)
             assert all(model.kv.length(row) == len(tokens) for row, tokens in self.tokens.items())
+            if windows:
+                most = sum(model.kv.bytes_for(len(each)) + 3 * unit for each in self.tokens.values())
+                assert 0 <= model.kv.bytes <= min(most, self.memory.used() * unit)
+                assert model.kv.exclusive(sorted(self.tokens)) == model.kv.bytes
+                return
             assert model.kv.bytes == self.memory.used() * unit
             for row, tokens in self.tokens.items():
                 for n in (0, 1, model.kv.block, 100):

@@ -52,6 +52,10 @@ class Machine:
         bare += rows * context * cost.position + (rows + nodes) * context * cost.position_width
         return bare * self.drift(step)
 
+    def experts(self, tokens: int, step: int) -> float:
+        """That a mixture's forward of so many tokens reads; 0: it is none."""
+        return 0.0
+
     def draft(self, asked: int, levels: int) -> float:
         return (self.ask * asked + self.level * levels) * self.cost.width(1)
 
@@ -208,10 +212,10 @@ class Driven(Adaptive):
         self._step.trim()
         return Drafts(*self._step.drafts(True)), [Decision(*fields) for fields in self._step.decisions() or ()]
 
-    def learn(self, verdicts: Verdicts, draft: float, body: float) -> None:
-        """``draft``, ``body``: seconds of drafting and of all else."""
+    def learn(self, verdicts: Verdicts, draft: float, body: float, experts: float = 0.0) -> None:
+        """``draft``, ``body``: seconds of drafting and of all else; ``experts``: that were read."""
         self._step.decide_all(verdicts)
-        self._step.learn(draft, body)
+        self._step.learn(draft, body, experts)
 
 
 @dataclass
@@ -296,7 +300,9 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
         plain, unit = machine.body(len(live), 0, context, step), machine.cost.width(1)
         true = plain + body - machine.body(len(live), 0, context, step, fresh) + draft
         seen = machine.disturbed(step, *(machine.seen(part, rng) / unit for part in (draft, body)))
-        policy.learn(verdicts(accepted), *(unit * part for part in seen))
+        policy.learn(
+            verdicts(accepted), *(unit * part for part in seen), machine.experts(len(live) + sum(widths), step)
+        )
         found.widths.append(sum(widths))
         found.asked += any(asked)
         found.stretches.append((body + draft) / plain)

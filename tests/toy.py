@@ -52,7 +52,7 @@ class ToyKV:
     def length(self, row: int) -> int:
         return self._lengths[row]
 
-    recurrent = False
+    recurrent = windowed = False
 
     def reachable(self, row: int, n: int) -> int:
         return min(max(n, 0), self._lengths[row])

@@ -198,7 +198,7 @@ NB_MODULE(_native, m) {
         "bit: \"Q4_0 with 3 tokens\"; \"\" where none does. spoiled: products of so many tokens get a wrong bit, for tests.");
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a,
         "Seconds that the threads take to read so many bytes of fresh memory once, the best of `repeats`.");
-    m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
+    m.def("row_bytes", static_cast<size_t (*)(int, int64_t)>(&row_bytes), "source"_a, "cols"_a);
     m.def("packed_bytes", [](int source, int64_t rows, int64_t cols, const std::string& target) {
         checked_shape(rows, cols);
         return packed_bytes(source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));
@@ -249,6 +249,15 @@ NB_MODULE(_native, m) {
         .def_prop_ro("embedding_scale", [](const Model& x) { return x.weights().config.embedding_scale; },
             "What embeddings are multiplied by when they enter.")
         .def_prop_ro("weight_bytes", [](const Model& x) { return x.weights().bytes(); })
+        .def_prop_ro("expert_bytes",
+            [](const Model& x) {
+        size_t bytes = 0;
+        for (const Layer& l : x.weights().layers)
+            if (const Experts& e = l.experts; e.count > 0)
+                for (const Matrix* m : {&e.gate, &e.up, &e.down})
+                    if (m->data) bytes += m->bytes() / static_cast<size_t>(e.count);
+        return bytes;
+    }, "Of one of a mixture's experts, in all layers.")
         .def("time_phases", [](Model& x, bool on) { with_lock(x.lock(), [&] { x.time_phases(on); }); }, "on"_a)
         .def("take_timings", [](Model& x) { return named(with_lock(x.lock(), [&] { return x.take_timings(); }), kPhaseNames); });
     bind_step_rows(m);

@@ -207,6 +207,7 @@ void bind_output(nb::module_& m) {
         .def_static("of", &result_of, "logits"_a, "wanted"_a, "isa"_a = "",
             "As if a forward had computed float32 logits [n, V] of packed indices `wanted`.")
         .def_ro("threads", &Result::threads)
+        .def_ro("experts", &Result::experts, "Distinct experts that a mixture's tokens went to, on average over layers; 0: there is none.")
         .def("best", &best_of, "at"_a, "Argmax int32 [n]; -1: all are -inf; -2: NaN or infinity.")
         .def("choose", &choose_after, "at"_a, "chooser"_a,
             "A token; -1: none is allowed; -2: NaN or infinity; -3: too close to top-p's edge to decide here.")

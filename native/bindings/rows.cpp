@@ -444,8 +444,10 @@ void bind_step_rows(nb::module_& m) {
             "policy expected.")
         .def("observe", &BoundRows::observe, "gains"_a,
             "Native drafters take in what became final: (row of the step, how many tokens). Raises what a network's forward raises.")
-        .def("learn", [](BoundRows& x, double draft, double body) { x.rows().learn(draft, body); }, "draft"_a, "body"_a,
-            "The policy, where it planned the step, takes in what became of it: seconds that drafting took, and all else.");
+        .def("learn", [](BoundRows& x, double draft, double body, double experts) { x.rows().learn(draft, body, experts); }, "draft"_a,
+            "body"_a, "experts"_a = 0.0,
+            "The policy, where it planned the step, takes in what became of it: seconds that drafting took, and all else, and how many "
+            "experts a mixture read (0: not known).");
 }
 
 }  // namespace outpace

@@ -1,4 +1,5 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -8,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -55,7 +57,11 @@ DeltaNet delta_of(const nb::dict& d) {
         {{"key_heads", &DeltaNet::key_heads}, {"value_heads", &DeltaNet::value_heads}, {"key_dim", &DeltaNet::key_dim},
             {"value_dim", &DeltaNet::value_dim}, {"taps", &DeltaNet::taps}});
     read<bool, DeltaNet>(d, net, {{"tiled", &DeltaNet::tiled}});
-    read<Matrix, DeltaNet>(d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}});
+    read<Matrix, DeltaNet>(
+        d, net, {{"qkv", &DeltaNet::qkv}, {"z", &DeltaNet::z}, {"b", &DeltaNet::b}, {"a", &DeltaNet::a}, {"o", &DeltaNet::o}});
+    read<float, DeltaNet>(d, net,
+        {{"gate_scale", &DeltaNet::gate_scale}, {"step_scale", &DeltaNet::step_scale}, {"output_scale", &DeltaNet::output_scale},
+            {"attended_scale", &DeltaNet::attended_scale}});
     read<std::vector<float>, DeltaNet>(d, net,
         {{"convolution", &DeltaNet::convolution}, {"decay", &DeltaNet::decay}, {"dt_bias", &DeltaNet::dt_bias}, {"norm", &DeltaNet::norm},
             {"convolution_bias", &DeltaNet::convolution_bias}, {"skip", &DeltaNet::skip}});
@@ -99,7 +105,7 @@ Layer layer_of(const Named& d) {
     read<int, Layer>(d, l,
         {{"window", &Layer::window}, {"rope", &Layer::rope}, {"kv_heads", &Layer::kv_heads}, {"head_dim", &Layer::head_dim},
             {"shares", &Layer::shares}});
-    read<float, Layer>(d, l, {{"output_scale", &Layer::output_scale}});
+    read<float, Layer>(d, l, {{"output_scale", &Layer::output_scale}, {"fed_scale", &Layer::fed_scale}});
     if (d.contains("input")) {
         const nb::dict input = nb::cast<nb::dict>(d["input"]);
         read<Matrix, InputGate>(input, l.input, {{"gate", &InputGate::gate}, {"project", &InputGate::project}});
@@ -120,6 +126,7 @@ void make_weights(Weights* self, const Named& c, const SequenceOf<Named>& layers
     read<float, Config>(c, config,
         {{"eps", &Config::eps}, {"attention_scale", &Config::attention_scale}, {"embedding_scale", &Config::embedding_scale},
             {"residual_scale", &Config::residual_scale}, {"score_cap", &Config::score_cap}, {"logit_cap", &Config::logit_cap}});
+    read<bool, Config>(c, config, {{"beside", &Config::beside}});
     const std::string activation = nb::cast<std::string>(c["activation"]);
     static const std::map<std::string, Activation> activations{{"silu", Activation::Silu}, {"gelu_tanh", Activation::GeluTanh},
         {"clamped_silu", Activation::ClampedSilu}, {"relu2", Activation::Relu}};
@@ -145,15 +152,19 @@ void make_runtime(Runtime* self, int threads) {
 }
 
 void make_model(Model* self, std::shared_ptr<Weights> weights, std::shared_ptr<Runtime> runtime, const std::string& isa,
-    const std::string& kv_dtype, int64_t kv_limit) {
+    const std::string& kv_dtype, int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside) {
     KVType type = KVType::BF16;
     if (kv_dtype == "float32")
         type = KVType::F32;
+    else if (kv_dtype == "float16")
+        type = KVType::F16;
     else if (kv_dtype == "int8")
         type = KVType::I8;
+    else if (kv_dtype == "int4")
+        type = KVType::I4;
     else if (kv_dtype != "bfloat16")
-        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float32 or int8");
-    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit);
+        throw std::invalid_argument("kv_dtype='" + kv_dtype + "' is not known: use bfloat16, float16, float32, int8 or int4");
+    new (self) Model(std::move(weights), std::move(runtime), kernels_for(isa), type, kv_limit, windowed, std::move(beside));
 }
 
 // What is asked of the cache takes microseconds, and a GIL given up for it would be another thread's for milliseconds: it is
@@ -171,16 +182,19 @@ auto locked(Model& model, F f) {
     return f(model.kv());
 }
 
-nb::bytes export_block(Model& model, int row, int block) {
-    nb::bytes data(nullptr, model.kv().shape().block());
+std::optional<nb::bytes> export_block(Model& model, int row, int block, bool windowed) {
+    const int pool = windowed ? kWindowed : kFull;
+    nb::bytes data(nullptr, model.kv().shape().block[static_cast<size_t>(pool)]);
     auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(data.ptr()));
-    locked(model, [&](KV& kv) { kv.export_block(row, block, to); });
+    if (!locked(model, [&](KV& kv) { return kv.export_block(row, pool, block, to); })) return std::nullopt;
     return data;
 }
 
-void import_block(Model& model, int row, const Bytes& data, int positions) {
-    if (data.size() != model.kv().shape().block()) throw std::invalid_argument("a KV block has other bytes");
-    locked(model, [&](KV& kv) { kv.import_block(row, data.data(), positions); });
+void import_block(Model& model, int row, const Bytes& data, const std::optional<Bytes>& window, int positions) {
+    const auto& bytes = model.kv().shape().block;
+    if (data.size() != bytes[kFull] || (window && window->size() != bytes[kWindowed]))
+        throw std::invalid_argument("a KV block has other bytes");
+    locked(model, [&](KV& kv) { kv.import_block(row, data.data(), window ? window->data() : nullptr, positions); });
 }
 
 nb::bytes export_state(Model& model, int row, int positions) {
@@ -249,22 +263,28 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def_prop_ro("wake_seconds", &pool_value<&Pool::wake_seconds>)
         .def_prop_ro("hand_over_seconds", &pool_value<&Pool::hand_over_seconds>);
     m.attr("KV_BLOCK") = kBlock;
-    model.def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a)
+    model
+        .def("__init__", &make_model, "weights"_a, "runtime"_a, "isa"_a, "kv_dtype"_a, "kv_limit"_a, "windowed"_a = true,
+            "beside"_a = nb::none())
         .def("kv_alloc", [](Model& x) { return locked(x, [](KV& kv) { return kv.alloc(); }); })
         .def("kv_free", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.free(row); }); })
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
         .def("kv_reachable", [](Model& x, int row, int n) { return locked(x, [&](KV& kv) { return kv.reachable(row, n); }); })
         .def("kv_keep", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.keep(row); }); })
-        .def("kv_export", &export_block, "row"_a, "block"_a, "A block's bytes, for `kv_import` into a model of the same `kv_layout`.")
-        .def("kv_import", &import_block, "row"_a, "data"_a, "positions"_a)
+        .def("kv_export", &export_block, "row"_a, "block"_a, "windowed"_a,
+            "A block's bytes, for `kv_import` into a model of the same `kv_layout`; None: the row has given it back.")
+        .def("kv_import", &import_block, "row"_a, "data"_a, "window"_a.none(), "positions"_a)
         .def("kv_states", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.state_ends(row); }); })
         .def("kv_export_state", &export_state, "row"_a, "positions"_a)
         .def("kv_import_state", &import_state, "row"_a, "data"_a)
         .def_prop_ro("kv_layout",
             [](Model& x) {
         const KV& kv = x.kv();
-        return std::make_tuple(static_cast<int>(kv.shape().type), kv.shape().block(), 4 * kv.states().given_floats());
-    }, "Type of keys and values, bytes of a block, and of a recurrent state.")
+        const KVShape& shape = kv.shape();
+        return std::make_tuple(
+            static_cast<int>(shape.type), shape.block[kFull], shape.block[kWindowed], shape.window, 4 * kv.states().given_floats());
+    }, "Type of keys and values, bytes of a block and of a windowed one, the longest window, and bytes of a recurrent state.")
+        .def_prop_ro("windowed", [](Model& x) { return x.kv().windowed(); })
         .def_prop_ro("recurrent", [](Model& x) { return x.kv().states().shape().layers > 0; })
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })
         .def("kv_compact",
@@ -273,7 +293,9 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         locked(x, [&](KV& kv) { kv.compact(row, start, its.data(), static_cast<int>(its.size())); });
     })
         .def("kv_fork", [](Model& x, int src, int dst, int n) { locked(x, [&](KV& kv) { kv.fork(src, dst, n); }); })
-        .def("kv_growth", [](Model& x, int row, int64_t n) { return locked(x, [&](KV& kv) { return kv.growth(row, n); }); })
+        .def("kv_growth",
+            [](Model& x, int row, int64_t n, int64_t settled) { return locked(x, [&](KV& kv) { return kv.growth(row, n, settled); }); },
+            nb::arg("row"), nb::arg("n"), nb::arg("settled") = 0)
         .def("kv_bytes_for", [](Model& x, int64_t n) { return x.kv().bytes_for(n); })
         .def("kv_exclusive", [](Model& x, const std::vector<int>& rows) { return locked(x, [&](KV& kv) { return kv.exclusive(rows); }); })
         .def_prop_ro("kv_bytes", [](Model& x) { return locked(x, [](KV& kv) { return kv.bytes(); }); })

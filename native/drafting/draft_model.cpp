@@ -120,7 +120,8 @@ ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     if (found == rows_->rows.end()) found = rows_->rows.emplace(asked.row, DraftRows::Row{kv.alloc(), {}}).first;
     DraftRows::Row& row = found->second;
     const size_t most = std::min({row.fed.size(), asked.n - 1, static_cast<size_t>(kv.length(row.cached))});
-    const size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
+    size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
+    known = static_cast<size_t>(kv.reachable(row.cached, static_cast<int>(known)));
     kv.truncate(row.cached, static_cast<int>(known));
     row.fed.resize(known);
     const int depth = asked.floor > 0.0 ? std::min(asked.size, kLevels) : asked.depth();

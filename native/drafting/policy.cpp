@@ -69,7 +69,9 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         if (step.row->first < 0) step.row->first = views[i].context;
         step.row->last = views[i].context;
         step.kept.clear();
-        step.decision = {0, views[i].most ? Why::Fixed : Why::NoRoom, 0.0, 0.0, 0.0, {}};
+        const double room = static_cast<double>(step.kind.limit) - views[i].context - 1.0;
+        const Why barred = room > 1.0 ? Why::Off : Why::NoRoom;
+        step.decision = {0, views[i].most ? Why::Fixed : barred, 0.0, static_cast<double>(views[i].most), room, {}};
         cached += views[i].context;
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
@@ -83,11 +85,13 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         Step& step = steps_[i];
         if (!step.view.adaptive || !step.view.most) continue;
         step.decision.why = none;
+        if (none == Why::Plain) step.decision.one = costs_.since_plain(), step.decision.two = costs_.compared();
+        if (none == Why::Long) because(step, none, {}, 0.0);
         if (none != Why::Fixed) continue;
         const bool rests = step.row->rests > 0;
         step.row->rests -= rests;
         if (rests && (step.kind.levels < 0 || !step.kind.nodes))
-            step.decision.why = Why::Rests;
+            because(step, Why::Rests, {}, 0.0);
         else if (step.kind.levels >= 0)
             step.nodes = step.view.most;  // plan_levels says how many
         else if (!step.whole)
@@ -116,17 +120,20 @@ bool Policy::plan_whole(Step& step) {
     const double size = known.drafts > 0 ? known.nodes / known.drafts : step.view.most;
     const int nodes = std::max(1, std::min(static_cast<int>(std::lround(size)), step.view.most));
     const double loss = more(nodes) + asking_[step.kind.drafter].each.median();
-    step.decision.price = loss * rate();
-    step.decision.brings = gain;
+    step.decision.one = gain;
+    step.decision.two = loss * rate();
     step.decision.expected = (1.0 + gain) / (1.0 + loss);
     const bool gains = gain > rate() * loss, pays = gains && loss <= std::max(budget_, kAlways);
-    step.decision.why = gains ? Why::Spent : Why::Dear;
-    if (!fits(step.view.most, loss - more(nodes)) || bearable({}, 0, loss) < 0) {
-        step.decision.why = fits(step.view.most, loss - more(nodes)) ? Why::Others : Why::Long;
+    const double asking = loss - more(nodes);
+    Choice whole;
+    whole.nodes = nodes - 1;  // what refuses it refuses all of it
+    if (!fits(step.view.most, asking) || bearable({}, 0, loss) < 0) {
+        because(step, fits(step.view.most, asking) ? Why::Others : Why::Long, whole, asking);
         return false;
     }
     const bool tries = !pays && ((!fruitless_ && budget_ >= 0) || may_try(loss, drafted_at_));
-    if (tries) step.decision.why = Why::Try;
+    step.decision.why = tries ? Why::Try : Why::Dear;
+    if (gains && !pays && !tries) because(step, Why::Spent, whole, asking);
     return pays || tries;
 }
 
@@ -155,7 +162,7 @@ void Policy::plan_levels() {
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0;
-    double fastest = 1.0;
+    double fastest = 1.0, first = 0.0;
     int levels = 0;
     Why none = budget_ < 0 ? Why::Spent : Why::Levels;
     for (int l = 1; l <= most; ++l) {
@@ -167,6 +174,7 @@ void Policy::plan_levels() {
             nodes.push_back({gains[i], static_cast<int>(i), l});
         }
         std::sort(nodes.begin(), nodes.end());
+        if (l == 1) first = nodes[0].gain;
         const Choice choice = choose(nodes, l * level);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
         if (choice.nodes) fastest = std::max(fastest, choice.speed);
@@ -191,9 +199,38 @@ void Policy::plan_levels() {
             step.nodes = step.levels;
         else if (!step.levels && step.row->rests)
             step.nodes = 0;
-        step.decision.why = step.nodes || !step.kind.nodes ? none : Why::Rests;
+        if (!step.nodes && step.kind.nodes) {
+            because(step, Why::Rests, {}, 0.0);
+        } else if (none == Why::Levels) {
+            step.decision.why = none;
+            step.decision.one = first, step.decision.two = rate() * (level + more(1));
+        } else {
+            because(step, none, {}, level);
+        }
     }
     if (levels) levels_at_ = step_;
+}
+
+// Plain steps that the least patient row may fall further behind plain decoding for what others draft.
+double Policy::patience() const {
+    double least = HUGE_VAL;
+    for (size_t i = 0; i < count_; ++i)
+        if (const Row* row = steps_[i].view.adaptive ? steps_[i].row : nullptr)
+            least = std::min(least, row->lead + kOthers + kOthersDrip * row->wall);
+    return least;
+}
+
+// Why a row drafts nothing, with the numbers that decide, where `best` are the nodes that may be verified and one more may not.
+void Policy::because(Step& step, Why why, const Choice& best, double asking) const {
+    Decision& decision = step.decision;
+    const int nodes = best.nodes + 1;
+    const double loss = more(nodes) + asking;
+    decision.why = why;
+    if (why == Why::Rests && step.row) decision.one = asking_.at(step.kind.drafter).each.median(), decision.two = step.row->value;
+    if (why == Why::Others) decision.one = loss, decision.two = patience();
+    if (why == Why::Spent) decision.one = loss, decision.two = budget_ < 0 ? budget_ : std::max(budget_, kAlways);
+    if (why == Why::Long) decision.one = 1.0 + costs_.most(fixed_ + nodes) + asking, decision.two = longest_;
+    if (why == Why::Wide) decision.one = nodes, decision.two = costs_.reach(fruitless_ < kFruitless);
 }
 
 double Policy::asking(bool own) const {
@@ -230,7 +267,10 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         }
         step.kept.clear();
         if (draft.tokens.empty()) {
-            if (step.nodes && (step.levels || step.kind.levels < 0)) step.decision.why = Why::Nothing;
+            if (step.nodes && (step.levels || step.kind.levels < 0)) {
+                step.decision.why = Why::Nothing;
+                step.decision.one = 0.0, step.decision.two = step.nodes;
+            }
             continue;
         }
         if (!step.row) continue;
@@ -242,6 +282,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         look(step, draft);
         const int size = static_cast<int>(step.draft.size());
         why = !step.whole ? Why::Dear : !step.view.adaptive ? Why::Fixed : why == Why::Try ? Why::Try : Why::Drafts;
+        if (why == Why::Fixed) step.decision.one = step.view.most, step.decision.two = size;
         for (int n = 0; n < size; ++n) {
             if (step.whole)
                 step.kept.push_back(n);
@@ -283,8 +324,10 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         verified_ += decision.size;
         if (!step.draft.empty() && !step.whole) {
             decision.expected = best.speed;
-            decision.price = rate() * more(1);
-            decision.brings = step.draft[0].gain;
+            const bool pays = decision.why == Why::Drafts;
+            decision.one = pays ? best.tokens : step.draft[0].gain;
+            decision.two = rate() * more(pays ? best.nodes : 1);
+            if (!decision.size && decision.why != Why::Dear) because(step, decision.why, best, asking);
         }
         if (explain)
             for (const Node& node : step.draft) decision.worth.push_back(node.gain);

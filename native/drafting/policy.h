@@ -35,12 +35,12 @@ public:
         int most;  // nodes
         double context;
     };
-    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide };
+    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide, Off };
     struct Decision {  // of a row, in a step
         int size = 0;
         Why why = Why::NoRoom;
         double expected = 0.0;              // speed over plain decoding of the best draft; 0: there was none
-        double price = 0.0, brings = 0.0;   // tokens that its first node costs, and that its best one brings
+        double one = 0.0, two = 0.0;        // the numbers that decide, as `why` has them: see bindings/policy.cpp
         std::vector<double> worth;          // the chance of each proposed node's whole path
     };
     struct Seconds {
@@ -76,7 +76,7 @@ public:
     const Decision& decision(size_t i) const { return steps_.at(i).decision; }
 
     // `paths`: of all rows, the accepted nodes of what was kept.
-    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds);
+    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts);
     void release(int64_t row);
 
     size_t rows() const { return rows_.size(); }
@@ -161,6 +161,8 @@ private:
     bool fits(int nodes, double asking) const { return 1.0 + costs_.most(fixed_ + nodes) + asking <= longest_; }
     bool may_try(double cost, int64_t last) const;
     Choice choose(const std::vector<Free>& free, double asking, bool hopeful = false) const;
+    void because(Step& step, Why why, const Choice& best, double asking) const;
+    double patience() const;
     int bearable(const std::vector<Free>& free, int nodes, double asking) const;
     bool plan_whole(Step& step);
     void plan_levels();

@@ -17,13 +17,13 @@ constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-
 
 }  // namespace
 
-void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds) {
+void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts) {
     if (!count_) return;
     for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i]);
     settle(paths);
     read();
     time_drafting(seconds);
-    costs_.learn(verified_, seconds.body);
+    costs_.learn(verified_, seconds.body, experts);
     count_ = 0;  // a step is learned from once
 }
 

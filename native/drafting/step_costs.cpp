@@ -11,6 +11,8 @@ constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a t
 constexpr double kMedianError = 1.86;  // a normal distribution's 1.253 / 0.6745: a median's error over the values' median distance
 constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
 constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
+constexpr double kMostAlike = 1.5; // of Curve::alike, since few experts that all tokens choose together can read more by chance
+constexpr int kAlikes = 4, kSteps = 64;  // steps that the first guess of it counts for, and over which it is averaged
 constexpr double kSure = 12.0;    // ratios of a size from which on its drafts bring a plain step no sooner
 
 int size_at(int k) { return 1 << k; }
@@ -41,12 +43,37 @@ void Ratios::forget(int most) {
     for (int n = std::min(all.count_, most); n > 0; --n) add(all.values_[static_cast<size_t>((all.next_ - n + 32) % 32)]);
 }
 
+StepCosts::StepCosts(CostTable table) : table_(std::move(table)) {
+    for (int n = 0; n < Ratios::kEnough; ++n) noise_.add(kQuiet);
+    const int tokens = std::min(static_cast<int>(table_.read.size()) - 1, 8);
+    if (table_.mixes() && tokens > 1) alike_ = alike(table_.read[static_cast<size_t>(tokens)], tokens);
+}
+
+// Experts a layer that tokens read: E (1 - (1 - K/E)^n), of the n that would choose independently.
+double StepCosts::read(int64_t tokens) const {
+    const double n = 1.0 + static_cast<double>(tokens - 1) * now_->alike;
+    return table_.experts * (1.0 - std::pow(1.0 - table_.used / table_.experts, n));
+}
+
+// What so many tokens that read so many experts say of `Curve::alike`.
+double StepCosts::alike(double read, int tokens) const {
+    const double most = table_.experts - 0.5;  // where all are read, more tokens say nothing
+    const double n = std::log(1.0 - std::min(read, most) / table_.experts) / std::log(1.0 - table_.used / table_.experts);
+    return std::min(std::max((n - 1.0) / (tokens - 1), 0.0), kMostAlike);
+}
+
+// Of a forward of so many tokens: the table's, whose tokens were others, with the experts that these are expected to read.
+double StepCosts::seconds(int64_t tokens) const {
+    const double found = table_.width(tokens);
+    if (!table_.mixes() || tokens >= static_cast<int64_t>(table_.read.size())) return found;
+    return std::max(found + table_.expert * (read(tokens) - table_.read[static_cast<size_t>(tokens)]), 0.1 * found);
+}
+
 void StepCosts::turn(int rows, double cached, int64_t prefill) {
     ++step_;
     rows_ = rows;
     prefill_ = prefill;
     context_ = cached / rows;
-    plain_ = table_.width(rows) + table_.row * (rows - 1) + cached * (table_.position + table_.position_width);
     int key = rows;
     if (rows > 8)
         for (key = 16; key < rows;) key *= 2;
@@ -55,16 +82,18 @@ void StepCosts::turn(int rows, double cached, int64_t prefill) {
         Curve fresh;
         const auto above = curves_.lower_bound(key);
         const Curve* near = above != curves_.end() ? &above->second : curves_.empty() ? nullptr : &curves_.rbegin()->second;
+        fresh.alike = near ? near->alike : alike_;
         if (near)
             for (size_t k = 0; k < kSizes; ++k) (fresh.ratios[k] = near->ratios[k]).forget(Ratios::kEnough);
         found = curves_.emplace(key, fresh).first;
     }
     now_ = &found->second;
+    plain_ = seconds(rows) + table_.row * (rows - 1) + cached * (table_.position + table_.position_width);
     draw(*now_);
 }
 
 double StepCosts::table(int nodes) const {
-    const double more = table_.width(rows_ + nodes) - table_.width(rows_) + table_.position_width * context_ * nodes;
+    const double more = seconds(rows_ + nodes) - seconds(rows_) + table_.position_width * context_ * nodes;
     return std::max(more / plain_, 0.0);
 }
 
@@ -119,6 +148,8 @@ double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
 
 bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].measured(); }
 
+double StepCosts::compared() const { return now_->ratios[static_cast<size_t>(nearest(last_.step < 0 ? 1 : last_.nodes))].count(); }
+
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;
@@ -134,8 +165,12 @@ bool StepCosts::wants_plain(double advantage) const {
     return static_cast<double>(step_ - plain_at_) > every;
 }
 
-void StepCosts::learn(int nodes, double seconds) {
+void StepCosts::learn(int nodes, double seconds, double experts) {
     if (prefill_ || !(seconds > 0.0) || !std::isfinite(seconds)) return;
+    if (table_.mixes() && experts > 0.0) {  // as if it had read as many experts as were expected
+        const double expected = plain_ * (1.0 + table(nodes));
+        seconds *= expected / std::max(expected + table_.expert * (experts - read(rows_ + nodes)), 0.1 * expected);
+    }
     ++now_->steps;
     if (!nodes) plain_at_ = step_, now_->plain += (seconds - now_->plain) * (now_->plain > 0 ? 0.1 : 1.0);
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes != !last_.nodes) {
@@ -147,6 +182,8 @@ void StepCosts::learn(int nodes, double seconds) {
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes == !last_.nodes)
         noise_.add(std::fabs(std::log(seconds) - std::log(last_.seconds) - std::log((1.0 + more(nodes)) / (1.0 + more(last_.nodes)))));
     last_ = {step_, rows_, nodes, seconds};
+    if (table_.mixes() && experts > 0.0 && rows_ + nodes > 1)
+        now_->alike += (alike(experts, rows_ + nodes) - now_->alike) / std::min(++now_->alikes + kAlikes, kSteps);
 }
 
 }  // namespace outpace

@@ -18,7 +18,11 @@ struct CostTable {                           // seconds of a forward
     std::vector<double> table;               // by new tokens, from 0
     double last_width, last_seconds, slope;  // beyond it
     double row, position, position_width;
+    // Of a mixture: experts a layer, those of a token, seconds of one more in every layer, how many the table's forwards read.
+    double experts = 0.0, used = 0.0, expert = 0.0;
+    std::vector<double> read = {};
 
+    bool mixes() const { return expert > 0.0 && used > 0.0 && used < experts; }
     double width(int64_t n) const {
         if (n < static_cast<int64_t>(table.size())) return table[static_cast<size_t>(n)];
         return last_seconds + slope * (static_cast<double>(n) - last_width);
@@ -48,15 +52,15 @@ public:
     static constexpr int kSizes = 8;  // 1, 2, 4, ... 128 nodes
 
     struct Curve {  // of so many rows
+        double alike = 1.0;  // new tokens choose as many experts as this share of them would that chose independently
+        int alikes = 0;      // steps that say so
         std::array<Ratios, kSizes> ratios;  // log of measured over what the table says, by size
         std::array<double, kSizes> more{}, least{}, most{};  // plain steps that so many nodes add, and that they may add
         int64_t steps = 0;
         double plain = 0.0;  // seconds of a step without drafts, lately
     };
 
-    explicit StepCosts(CostTable table) : table_(std::move(table)) {
-        for (int n = 0; n < Ratios::kEnough; ++n) noise_.add(kQuiet);
-    }
+    explicit StepCosts(CostTable table);
 
     // The batch of the step that begins: `cached` positions in all its rows, `prefill` tokens of prompts beside them.
     void turn(int rows, double cached, int64_t prefill);
@@ -69,19 +73,30 @@ public:
     bool measured(int nodes) const;  // whether that is known of about so many
     // Most nodes that may be verified: what was measured, and if they may `grow` twice that.
     int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * known_ : known_}); }
+    double since_plain() const { return static_cast<double>(step_ - plain_at_); }  // steps
+    double compared() const;  // ratios of the last step's size
     bool wants_plain(double advantage) const;                       // whether this step had better have no drafts, to measure
-    void learn(int nodes, double seconds);                          // of the step, drafting aside
+    // Of the step, drafting aside. `experts`: that it read a layer, of a mixture; 0: not known.
+    void learn(int nodes, double seconds, double experts);
+    // Experts a layer that a step with so many nodes is expected to read, of all; 0: there is no mixture whose price is known.
+    double reads(int nodes) const { return table_.mixes() ? read(rows_ + nodes) : 0.0; }
+    double experts() const { return table_.experts; }
+    int rows() const { return rows_; }
     const std::map<int, Curve>& curves() const { return curves_; }
 
 private:
     static constexpr double kQuiet = 0.05;  // what neighbouring steps are thought to be apart, in logs, until it is known
 
     void draw(Curve& curve);
+    double read(int64_t tokens) const;
+    double seconds(int64_t tokens) const;
+    double alike(double read, int tokens) const;
     double error(const Ratios& ratios) const;  // the standard error of their median
     double corrected(double guess, const Ratios& ratios) const;
     static double line(const std::array<double, kSizes>& more, int64_t nodes);
 
     CostTable table_;
+    double alike_ = 1.0;  // of the table's tokens
     Ratios noise_;  // how far neighbouring steps are apart, in logs, of which both have drafts or neither
     std::map<int, Curve> curves_;  // by rows; above 8 by powers of 2
     Curve* now_ = nullptr;

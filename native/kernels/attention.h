@@ -4,13 +4,13 @@
 // peak, weights, their sum and the weighted values are formed in a fixed shape, values position after position, and
 // depend on that block only; blocks are then merged in order. So a result depends on the query, its position and what
 // stands at the positions it sees: not on the other queries of the job, nor on who computed which block. Positions that
-// a query does not see are skipped: their values are never read.
+// a query does not see are skipped: their values are never read, or, as integers, meet a weight of 0.
 #pragma once
 
 #include <cmath>
 #include <cstring>
 
-#include "kernels/kv_block.h"
+#include "kernels/kv_integers.h"
 #include "runtime/denormals.h"
 
 namespace outpace {
@@ -55,7 +55,9 @@ template <KVType type>
 struct Attention {
     const AttentionJob& job;
     const int dim = job.dim_padded;  // of keys
-    const int value_dim = job.value_padded, row = job.value_padded * element_bytes(type);
+    const int value_dim = job.value_padded, row = row_bytes(type, job.value_padded);
+    static constexpr bool whole_numbers = integers(type);
+    static constexpr int most = whole_numbers ? kIntegerQueries : kQueries;  // queries of a tile
     const bool whole = job.parts[0] == nullptr;
     Merged merged{job};
     int base;  // the block's first position
@@ -65,7 +67,8 @@ struct Attention {
     float* sums[kMaxQueries];  // weighted values: those of the block, or, where the job is `whole`, merged so far
     alignas(64) float peaks[kMaxQueries], totals[kMaxQueries];
     alignas(64) float scores[kMaxQueries][kBlock];
-    alignas(64) Query<type> query[kMaxQueries][kMaxHead];
+    std::conditional_t<whole_numbers, SplitQuery, Query<type>[kMaxHead]> query[kMaxQueries];
+    SplitWeights weights[whole_numbers ? kMaxQueries : 1][type == KVType::I4 ? kMaxGroups : 1];
 
     explicit Attention(const AttentionJob& j) : job(j) {}  // no braces around it: nothing is to be zeroed
 
@@ -73,15 +76,21 @@ struct Attention {
 
     void take_queries() {
         for (int i = job.queries; i < round_up(job.queries, 16); ++i) peaks[i] = totals[i] = 0.0f;  // lanes without a query
-        for (int i = 0; i < job.queries; ++i)
-            for (int d = 0; d < dim; ++d) {
-                if constexpr (kPairs<type>)
-                    query[i][d] = static_cast<uint16_t>(bf16_in_float(job.q[i][d]) >> 16);
-                else if constexpr (type == KVType::BF16)
-                    query[i][d] = bits_to_float(bf16_in_float(job.q[i][d]));
-                else
-                    query[i][d] = job.q[i][d];
-            }
+        for (int i = 0; i < job.queries; ++i) {
+            if constexpr (whole_numbers) {
+                alignas(64) float padded[kMaxHead];
+                for (int d = 0; d < dim; ++d) padded[d] = d < job.dim ? job.q[i][d] : 0.0f;
+                split_query<type>(padded, dim, query[i]);
+            } else
+                for (int d = 0; d < dim; ++d) {
+                    if constexpr (kPairs<type>)
+                        query[i][d] = static_cast<uint16_t>(bf16_in_float(job.q[i][d]) >> 16);
+                    else if constexpr (type == KVType::BF16)
+                        query[i][d] = bits_to_float(bf16_in_float(job.q[i][d]));
+                    else
+                        query[i][d] = job.q[i][d];
+                }
+        }
     }
 
     // Where a position that query i sees stands.
@@ -94,16 +103,21 @@ struct Attention {
         return {job.blocks[slot / kBlock], slot % kBlock};
     }
 
+    // Scores of queries i, ... and key tiles k, ... of a block.
+    template <class Queries, class Tiles>
+    void tile(Queries queries, Tiles tiles, int i, const uint8_t* keys, int k, Fetch& fetch, float* to) {
+        if constexpr (whole_numbers)
+            score_integers<type>(queries, tiles, query + i, keys, k, dim, fetch, to);
+        else
+            score_tile<type>(queries, tiles, query + i, keys + k * key_tile_bytes<type>(dim), dim, fetch, to);
+    }
+
     // Scores of the block's slots; those of a tree's query go on to the order of positions.
     void score(const uint8_t* block, int tiles, Fetch& fetch) {
         const uint8_t* keys = block + job.keys;
-        const float* scales = scales_of<type>(keys, dim);
         for (int k = 0; k < tiles; k += kVectors)
             with_range<kVectors>(tiles - k < kVectors ? tiles - k : kVectors, [&](auto some) {
-                in_tiles(job.queries, [&](auto pack, int i) {
-                    score_tile<type>(pack, some, query + i, keys + k * key_tile_bytes<type>(dim), scales ? scales + kSub * k : nullptr, dim,
-                        fetch, scores[i] + kSub * k);
-                });
+                in_tiles<most>(job.queries, [&](auto pack, int i) { tile(pack, some, i, keys, k, fetch, scores[i] + kSub * k); });
             });
         for (int i = 0; i < job.queries; ++i) {
             if (own[i] >= end[i]) continue;
@@ -115,20 +129,16 @@ struct Attention {
                     scores[i][p] = slots[at.slot];
                 } else {
                     Fetch none;
-                    const int tile = at.slot / kSub;
                     float lanes[kSub];
-                    const uint8_t* other = at.block + job.keys;
-                    score_tile<type>(Range<1>{}, Range<1>{}, query + i, other + tile * key_tile_bytes<type>(dim),
-                        scales ? scales_of<type>(other, dim) + kSub * tile : nullptr, dim, none, lanes);
+                    tile(Range<1>{}, Range<1>{}, i, at.block + job.keys, at.slot / kSub, none, lanes);
                     scores[i][p] = lanes[at.slot % kSub];
                 }
             }
         }
     }
 
-    // Scores, capped where the model does that -> their peak, weights relative to it, and their sum; the unseen weigh nothing. Then the values' scales, where those
-    // have any. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
-    void weigh(const float* scales) {
+    // Scores, capped where the model does that -> their peak, weights relative to it, and their sum; the unseen weigh nothing. One step for all queries, then the next: each is a chain that leaves most of the machine idle.
+    void weigh() {
         for (int i = 0; i < job.queries; ++i) {
             float* s = scores[i];
             if (!sees(i)) continue;
@@ -146,13 +156,84 @@ struct Attention {
             float* s = scores[i];
             if (!sees(i)) continue;
             totals[i] = sum(add(add(load(s), load(s + 16)), add(load(s + 32), load(s + 48))));
-            if (scales && own[i] >= end[i])
-                for (int p = 0; p < kBlock; p += 16) store(s + p, mul(load(s + p), load(scales + p)));
-            for (int p = begin[i]; scales && own[i] < end[i] && p < end[i]; ++p) {
-                const Place at = place(i, p);
-                s[p] = times(s[p], scales_of<type>(at.block + job.values, value_dim)[at.slot]);
-            }
         }
+    }
+
+    // Query i's weights, times the scales of a group of the values' dimensions, as integers in the order of slots.
+    void split_weights(int i, int group, const uint8_t* block) {
+        SplitWeights& to = weights[i][group];
+        const float* s = scores[i];
+        alignas(64) float scaled[kBlock]{};
+        const int shared = own[i] < end[i] ? own[i] : end[i];
+        for (int p = 0; p < shared; p += 16)
+            store(scaled + p, mul(load(s + p), load_scales<type>(scales_of<type>(block + job.values, value_dim, group, p))));
+        for (int p = 0; p < begin[i]; ++p) scaled[p] = 0.0f;
+        for (int p = shared; p < round_up(shared, 16); ++p) scaled[p] = 0.0f;
+        for (int p = shared > begin[i] ? shared : begin[i]; p < end[i]; ++p) {
+            const Place at = place(i, p);
+            scaled[p] = times(s[p], scale_at<type>(at.block + job.values, value_dim, group, at.slot));
+        }
+        to.scale = split(scaled, kBlock, to.part[0], to.part[1]);
+        for (int l = 0; l < 2; ++l) to.start[l] = correction<type>(to.part[l], kBlock);
+        if (shared == end[i]) return;
+        std::memcpy(to.apart, to.part, sizeof to.part);
+        for (int l = 0; l < 2; ++l) std::memset(to.part[l] + shared, 0, static_cast<size_t>(kBlock - shared));
+        for (int p = shared > begin[i] ? shared : begin[i]; p < end[i]; ++p)
+            if (const Place at = place(i, p); at.block == block)
+                for (int l = 0; l < 2; ++l) to.part[l][at.slot] = to.apart[l][p];
+    }
+
+    // As value_tile, from integers: dimensions d, ... are units d / 16, ... of 16 slots each.
+    template <int... i, int... c>
+    void integer_tile(Pack<i...> queries, Pack<c...> vectors, int first, int d, const uint8_t* block, Fetch& fetching) {
+        constexpr int count = static_cast<int>(sizeof...(c));
+        int high = 0;
+        ((high = sees(first + i) && end[first + i] > high ? end[first + i] : high), ...);
+        ((high = own[first + i] < end[first + i] ? kBlock : high), ...);
+        Fetch fetch = fetching;
+        const int unit = d / 16;
+        const auto of = [&](int q, int v) __attribute__((always_inline)) -> const SplitWeights& {
+            return weights[first + q][type == KVType::I4 ? (unit + v) / 2 : 0];
+        };
+        const auto begin_at = [&](int q) __attribute__((always_inline)) {
+            return IntegerSums<count>{{{set1_i(of(q, c).start[0])...}, {set1_i(of(q, c).start[1])...}}};
+        };
+        const auto from = [&](const uint8_t* slots) {
+            return [=](int v, int t) __attribute__((always_inline)) { return load_unit<type>(slots, unit + v, t); };
+        };
+        IntegerSums<count> acc[] = {begin_at(i)...};
+        for (int p = 0; p < high; p += 16) {
+            fetch.step();
+            add_products<type>(queries, vectors, acc, from(block + job.values + p * row),
+                [&](int q, int l, int v) __attribute__((always_inline)) { return of(q, v).part[l] + p; });
+        }
+        const auto elsewhere = [&](IntegerSums<count>& sums, int q) {
+            for (int p = own[first + q] > begin[first + q] ? own[first + q] : begin[first + q]; p < end[first + q]; ++p) {
+                const Place at = place(first + q, p);
+                if (at.block == block) continue;
+                uint8_t alone[2][count][16]{};
+                for (int l = 0; l < 2; ++l)
+                    for (int v = 0; v < count; ++v) alone[l][v][at.slot % 16] = of(q, v).apart[l][p];
+                IntegerSums<count> one[] = {sums};
+                add_products<type>(Range<1>{}, vectors, one, from(at.block + job.values + at.slot / 16 * 16 * row),
+                    [&](int, int l, int v) { return alone[l][v]; });
+                sums = one[0];
+            }
+        };
+        (elsewhere(acc[i], i), ...);
+        fetching = fetch;
+        const auto put = [&](const IntegerSums<count>& sums, int q) {
+            if (sees(first + q)) (place_sums(first + q, d + 16 * c, mul(joined(sums, c), set1(of(q, c).scale))), ...);
+        };
+        (put(acc[i], i), ...);
+    }
+
+    // 16 dimensions of a block's sums: merged with those before it, or left for `merge_parts`.
+    void place_sums(int q, int d, F block) const {
+        if (whole)
+            merged.apply(q, block, sums[q] + d);
+        else
+            store(sums[q] + d, block);
     }
 
     // Dimensions d, d + 1, ... of the weighted values of queries first + i, position after position; then merged.
@@ -188,12 +269,7 @@ struct Attention {
         }
         fetching = fetch;
         const auto put = [&](const auto& block, int q) {
-            float* out = sums[q] + d;
-            if (!sees(q)) return;
-            if (whole)
-                (merged.apply(q, block.of[c], out + 16 * c), ...);
-            else
-                (store(out + 16 * c, block.of[c]), ...);
+            if (sees(q)) (place_sums(q, d + 16 * c, block.of[c]), ...);
         };
         (put(acc[i], first + i), ...);
     }
@@ -213,17 +289,26 @@ struct Attention {
             totals[i] = 0.0f;
         }
         const uint8_t* values = job.blocks[index] + job.values;
-        const int tiles = (job.queries + kQueries - 1) / kQueries, passes = value_dim / kTileDims + value_dim % kTileDims / 16;
-        const int steps = tiles * (dim / 2 + passes * high) + 1,
+        const int tiles = (job.queries + most - 1) / most, passes = value_dim / kTileDims + value_dim % kTileDims / 16;
+        const int steps = tiles * (whole_numbers ? dim / 16 + passes * high / 16 : dim / 2 + passes * high) + 1,
                   bytes = static_cast<int>(part_bytes(type, dim) + part_bytes(type, value_dim));
         Fetch fetch{next, next + bytes, (bytes / 64 + steps - 1) / steps};
         score(job.blocks[index], (high + kSub - 1) / kSub, fetch);
-        weigh(scales_of<type>(values, value_dim));
+        weigh();
+        if constexpr (whole_numbers)
+            for (int i = 0; i < job.queries; ++i)
+                for (int g = 0; g < groups(type, value_dim) && sees(i); ++g) split_weights(i, g, job.blocks[index]);
         if (whole) merged.add(peaks, totals);
-        in_tiles(job.queries, [&](auto pack, int i) {
+        in_tiles<most>(job.queries, [&](auto pack, int i) {
+            const auto tile = [&](auto vectors, int d) {
+                if constexpr (whole_numbers)
+                    integer_tile(pack, vectors, i, d, job.blocks[index], fetch);
+                else
+                    value_tile(pack, vectors, i, d, values, fetch);
+            };
             int d = 0;
-            for (; d + kTileDims <= value_dim; d += kTileDims) value_tile(pack, Range<kVectors>{}, i, d, values, fetch);
-            for (; d < value_dim; d += 16) value_tile(pack, Range<1>{}, i, d, values, fetch);
+            for (; d + kTileDims <= value_dim; d += kTileDims) tile(Range<kVectors>{}, d);
+            for (; d < value_dim; d += 16) tile(Range<1>{}, d);
         });
     }
 
@@ -259,6 +344,10 @@ static void attention(const AttentionJob& job) {
         Attention<KVType::F32>(job).run();
     else if (job.type == KVType::I8)
         Attention<KVType::I8>(job).run();
+    else if (job.type == KVType::I4)
+        Attention<KVType::I4>(job).run();
+    else if (job.type == KVType::F16)
+        Attention<KVType::F16>(job).run();
     else
         Attention<KVType::BF16>(job).run();
 }

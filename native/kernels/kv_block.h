@@ -1,7 +1,7 @@
 // One block of 64 positions of a KV head: how its keys and values lie, and the sums over them.
 //
-// Keys: bf16 [4 x 16 slots][dim / 2][16][2], f32 or int8 [4 x 16 slots][dim][16]. Values: [64 slots][dim]. After int8
-// numbers, keys or values, stand 64 float scales, one a slot: a key's scale multiplies its score, a value's its weight.
+// Keys: bf16 [4 x 16 slots][dim / 2][16][2], f32 or f16 [4 x 16 slots][dim][16]. Values: [64 slots][dim]. int8 and int4:
+// kv_integers.h.
 // A tile is up to kQueries queries by up to kVectors vectors of 16 keys, or of 16 dimensions of a value: its sums stay in
 // registers, and what it reads becomes floats on the way.
 #pragma once
@@ -20,12 +20,6 @@ constexpr int kSub = 16;  // slots of a key tile
 template <KVType type>
 INLINE int key_tile_bytes(int dim) {
     return dim * kSub * element_bytes(type);
-}
-
-// The scales of a block's keys, or values; null where the type has none.
-template <KVType type>
-INLINE const float* scales_of(const uint8_t* part, int dim) {
-    return type == KVType::I8 ? reinterpret_cast<const float*>(part + kBlock * dim) : nullptr;
 }
 
 // Whether scores are computed in pairs by an instruction, from the queries' bfloat16 bits. Beside bfloat16 keys queries are
@@ -62,8 +56,8 @@ template <KVType type, bool odd>
 INLINE F load_key(const uint8_t* k) {
     if constexpr (type == KVType::F32)
         return load(reinterpret_cast<const float*>(k) + (odd ? kSub : 0));
-    else if constexpr (type == KVType::I8)
-        return load_i8(k + (odd ? kSub : 0));
+    else if constexpr (type == KVType::F16)
+        return load_f16(reinterpret_cast<const uint16_t*>(k) + (odd ? kSub : 0));
     else
         return odd ? pair_high(load_pairs(k)) : pair_low(load_pairs(k));
 }
@@ -71,8 +65,8 @@ INLINE F load_key(const uint8_t* k) {
 // scores [q][kBlock], at [16 k + lane], of key tiles k for the queries of the pack: for each a chain over the dimensions, of two the odd one
 // first, which is the order of the instruction for pairs.
 template <KVType type, int... i, int... k>
-static void score_tile(Pack<i...>, Pack<k...> tiles, const Query<type> (*q)[kMaxHead], const uint8_t* keys, const float* scales, int dim,
-    Fetch& fetching, float* scores) {
+static void score_tile(
+    Pack<i...>, Pack<k...> tiles, const Query<type> (*q)[kMaxHead], const uint8_t* keys, int dim, Fetch& fetching, float* scores) {
     Fetch fetch = fetching;
     Vectors<sizeof...(k)> acc[] = {(static_cast<void>(i), zeros(tiles))...};
     const int tile = key_tile_bytes<type>(dim);
@@ -99,9 +93,7 @@ static void score_tile(Pack<i...>, Pack<k...> tiles, const Query<type> (*q)[kMax
         }
     }
     fetching = fetch;
-    const auto put = [&](const auto& sums, float* to) {
-        (store(to + kSub * k, scales ? mul(sums.of[k], load(scales + kSub * k)) : sums.of[k]), ...);
-    };
+    const auto put = [&](const auto& sums, float* to) { (store(to + kSub * k, sums.of[k]), ...); };
     (put(acc[i], scores + i * kBlock), ...);
 }
 
@@ -117,8 +109,8 @@ template <KVType type, int... c>
 INLINE Vectors<sizeof...(c)> load_value(Pack<c...>, const uint8_t* v) {
     if constexpr (type == KVType::F32) {
         return {{load(reinterpret_cast<const float*>(v) + 16 * c)...}};
-    } else if constexpr (type == KVType::I8) {
-        return {{load_i8(v + 16 * c)...}};
+    } else if constexpr (type == KVType::F16) {
+        return {{load_f16(reinterpret_cast<const uint16_t*>(v) + 16 * c)...}};
     } else if constexpr (sizeof...(c) == 1) {
         return {{load_bf16(reinterpret_cast<const uint16_t*>(v))}};
     } else {
@@ -138,12 +130,12 @@ INLINE void with_range(int n, const Body& body) {
     body(Range<most>{});
 }
 
-// Calls body(pack, first query) for tiles of nearly equal size.
-template <class Body>
+// Calls body(pack, first query) for tiles of nearly equal size, of `most` queries.
+template <int most, class Body>
 INLINE void in_tiles(int queries, const Body& body) {
-    for (int i = 0, n, tiles = (queries + kQueries - 1) / kQueries; i < queries; i += n, --tiles) {
+    for (int i = 0, n, tiles = (queries + most - 1) / most; i < queries; i += n, --tiles) {
         n = (queries - i + tiles - 1) / tiles;
-        with_range<kQueries>(n, [&](auto pack) { body(pack, i); });
+        with_range<most>(n, [&](auto pack) { body(pack, i); });
     }
 }
 

@@ -22,11 +22,6 @@ INLINE void prefetch(const uint8_t* p, int first_line, int end_line) {
     }
 }
 
-INLINE float float_at(const uint8_t* p) {
-    float x;
-    std::memcpy(&x, p, 4);
-    return x;
-}
 INLINE const uint16_t* halves_at(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
 #ifdef OUTPACE_MADDUBS

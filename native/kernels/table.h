@@ -12,21 +12,39 @@ namespace outpace {
 
 // Raised with every change that alters a bit of an answer: what was recorded with another number may differ in its last bits.
 // tests/integration/golden.json is then made anew.
-constexpr int kArithmetic = 1;
+constexpr int kArithmetic = 2;
 
 enum class Activation { Silu, GeluTanh, ClampedSilu, Sigmoid, Relu };  // ClampedSilu: see gate in elementwise.h
 
-enum class KVType { BF16, F32, I8 };  // of keys and values; I8 with a float scale a position and head
+enum class KVType { BF16, F16, F32, I8, I4 };  // of keys and values; I8 and I4 with scales, see kv_integers.h
 
 constexpr int kBlock = 64;       // positions of a KV block: sums over keys are formed block by block
 constexpr int kMaxQueries = 32;  // query vectors of one attention job
 constexpr int kMaxHead = 576;    // largest head, padded to 16
+constexpr int kMaxGroups = kMaxHead / 32;
 constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 
-constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::BF16 ? 2 : 1; }
+constexpr bool integers(KVType type) { return type == KVType::I8 || type == KVType::I4; }
+constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::I8 ? 1 : 2; }  // not of I4
+// Bytes of one key or value without its scales.
+constexpr int row_bytes(KVType type, int dim_padded) {
+    return type == KVType::I4 ? (dim_padded + 31) / 32 * 16 : dim_padded * element_bytes(type);
+}
+// Dimensions that share a scale, and the bytes of one.
+constexpr int group_dims(KVType type, int dim_padded) { return type == KVType::I4 ? 32 : dim_padded; }
+constexpr int scale_bytes(KVType type) { return type == KVType::I4 ? 2 : 4; }
+constexpr int groups(KVType type, int dim_padded) {
+    return integers(type) ? (dim_padded + group_dims(type, dim_padded) - 1) / group_dims(type, dim_padded) : 0;
+}
+// Where byte i of a slot's integers stands in a block's keys or values.
+constexpr size_t integer_at(bool key, int slot, int i, int row_bytes) {
+    const int lane = slot % 16, at = i % 16;
+    const int in_unit = key ? 64 * (at / 4) + 4 * lane + at % 4 : 64 * (lane / 4) + 4 * at + lane % 4;
+    return static_cast<size_t>(slot / 16 * 16 * row_bytes + 256 * (i / 16) + in_unit);
+}
 // Bytes of one layer's and head's keys (or values) in a block.
 constexpr size_t part_bytes(KVType type, int dim_padded) {
-    return static_cast<size_t>(kBlock) * (static_cast<size_t>(dim_padded) * element_bytes(type) + (type == KVType::I8 ? 4 : 0));
+    return static_cast<size_t>(kBlock) * static_cast<size_t>(row_bytes(type, dim_padded) + groups(type, dim_padded) * scale_bytes(type));
 }
 
 // Query vectors that share one KV head of one row.

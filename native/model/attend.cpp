@@ -13,7 +13,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     const int keys = l.shares < 0 ? l.kv_heads : 0, values = l.v.data ? keys : 0;
     const int heads = c_.heads + keys + values - from;
     const Rope* rope = l.rope < 0 ? nullptr : &m_.ropes_[static_cast<size_t>(l.rope)];
-    const KVShape& shape = m_.kv_.shape();
+    const KVShape& shape = m_.keys();
     const int place = m_.places_[static_cast<size_t>(index)];
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     const float* normed = nullptr;  // which queries or keys `line` has, under a norm over all of their heads
@@ -21,7 +21,7 @@ void Model::Run::rope(const Seat& me, const Layer& l, int index, int from) {
     for (int unit = part.begin; unit < part.end; ++unit) {
         const int t = unit / heads, head = from + unit % heads;
         const Plan::Token& tok = token(t);
-        uint8_t* block = const_cast<uint8_t*>(m_.plan_.blocks(tok)[tok.slot / kBlock]);
+        uint8_t* block = const_cast<uint8_t*>(m_.plan_.blocks(tok, shape[place].pool)[tok.slot / kBlock]);
         const auto of_all = [&](const std::vector<float>& norm) { return static_cast<int>(norm.size()) > d; };
         // A token's queries or keys, all heads, as products left them or normed.
         const auto vectors = [&](float* v, const std::vector<float>& bias, const std::vector<float>& norm) {
@@ -76,8 +76,11 @@ const uint8_t* Model::Run::first_keys(int job, int layer) const {
     const Job& planned = split.jobs[static_cast<size_t>(job)];
     const Tile& tile = split.tiles[static_cast<size_t>(planned.tile)];
     const Plan::Token& any = m_.plan_[tile.first];
-    return m_.plan_.blocks(any)[part_of(tile.blocks, planned.range, tile.ranges).begin] +
-           m_.kv_.shape().keys(m_.places_[static_cast<size_t>(layer)], split.kv_head(planned.group));
+    const KVShape& shape = m_.keys();
+    const int place = m_.places_[static_cast<size_t>(layer)], pool = shape[place].pool;
+    int first = part_of(tile.blocks, planned.range, tile.ranges).begin;
+    if (pool == kWindowed) first = std::max(first, (any.cached - shape.window + 1) / kBlock);  // those before may be given back
+    return m_.plan_.blocks(any, pool)[first] + shape.keys(place, split.kv_head(planned.group));
 }
 
 bool Model::Run::attention(Seat& me, const Layer& l, int index) {
@@ -92,7 +95,7 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
     AttentionJob job;
     job.dim = d;
     job.dim_padded = padded;
-    job.type = m_.kv_.shape().type;
+    job.type = m_.keys().type;
     job.value_padded = value_padded;
     job.part_stride = split.record;
     job.sinks = !l.sinks.empty();
@@ -106,9 +109,9 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
         const Plan::Token& any = m_.plan_[tile.first];
         job.queries = tile.tokens * group;
         job.cached = any.cached;
-        job.blocks = m_.plan_.blocks(any);
-        job.keys = m_.kv_.shape().keys(place, split.kv_head(planned.group));
-        job.values = m_.kv_.shape().values(place, split.kv_head(planned.group));
+        job.blocks = m_.plan_.blocks(any, m_.keys()[place].pool);
+        job.keys = m_.keys().keys(place, split.kv_head(planned.group));
+        job.values = m_.keys().values(place, split.kv_head(planned.group));
         job.block_begin = part_of(tile.blocks, planned.range, tile.ranges).begin;
         job.block_end = part_of(tile.blocks, planned.range, tile.ranges).end;
         for (int i = 0; i < job.queries; ++i) {

@@ -180,6 +180,7 @@ bool Model::Run::mixture(Seat& me, const Layer& l, int index) {
     Routes& routes = m_.routes_[static_cast<size_t>(me.id)];
     routes.plan(e, s_.router.get(), e.router.out_padded(), n_);
     const std::vector<Routes::Group>& groups = routes.groups();
+    if (me.rank == 0) result_.read_ += static_cast<int64_t>(groups.size());
     // work(group, stretch) on what no thread has claimed yet; an expert's stretches follow one another.
     const auto claim = [&](Claim phase, const Matrix& m, const auto& work) {
         const int stretches = (m.blocks / e.count * kRows + kGateRows - 1) / kGateRows;

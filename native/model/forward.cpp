@@ -67,23 +67,24 @@ bool Model::Run::layer(Seat& me, int index) {
     clock(me, kNorm);
     if (!l.mixes()) return feed(me, l, index);
 
-    const bool mixes = l.delta.key_heads > 0 ? recurrence(me, l, index)
-                       : l.conv.taps > 0     ? short_conv(me, l, index)
-                       : l.latent.rank > 0   ? latent(me, l, index)
-                                             : attend(me, l, index);
-    if (!mixes) return false;
-    if (!meet(me)) return false;
-    clock(me, kAttention);
-
-    share(me, kClaimOutput, index, l.o.blocks,
-        [&](int begin, int end) { k_.matmul(l.o, s_.heads.get(l.o.acts()), n_, begin, end, s_.y.get(), l.o.out_padded()); });
+    if (l.recurs()) {
+        if (!(l.conv.taps > 0 ? short_conv(me, l, index) : recurrence(me, l, index)) || !meet(me)) return false;
+        clock(me, kAttention);
+        // No barrier: attention writes over this product's inputs behind the barriers that it has itself.
+        if (l.attends()) output(me, kClaimBesideOutput, index, l.delta.o, s_.beside);
+    }
+    if (l.attends()) {
+        if (!(l.latent.rank > 0 ? latent(me, l, index) : attend(me, l, index)) || !meet(me)) return false;
+        clock(me, kAttention);
+    }
+    output(me, kClaimOutput, index, l.o, s_.y);
     if (!meet(me)) return false;
     clock(me, kOutput);
     if (!l.feeds()) return true;
 
     const Part part = tokens(me);  // the team may be another one by now
     for (int t = part.begin; t < part.end; ++t) {
-        add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
+        add_back(me, t, l.post_attn_norm, l.o_bias, made_of_tokens(me, t, l));
         encode_fed(me, t, l);
     }
     if (!solo_ && !meet(me)) return false;
@@ -186,10 +187,10 @@ bool Model::Run::add_input(Seat& me, const Layer& l, int index) {
 
 // Queries, keys and values; the cache's new ones; attention, encoded for the product behind it.
 bool Model::Run::attend(Seat& me, const Layer& l, int index) {
-    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}});
+    products(me, index, {{&l.q, s_.q.get()}, {&l.k, s_.k.get()}, {&l.v, s_.v.get()}}, l.recurs() ? kClaimBeside : kClaimQkv);
     if (me.rank < static_cast<int>(m_.split_of(index).jobs.size())) {  // likely first keys and values come while it waits and rotates
         const uint8_t* keys = first_keys(me.rank, index);
-        for (size_t line = 0; line < m_.kv_.shape().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
+        for (size_t line = 0; line < m_.keys().pair(m_.places_[static_cast<size_t>(index)]); line += 64)
             __builtin_prefetch(keys + line, 0, 2);
     }
     if (!meet(me)) return false;
@@ -317,6 +318,7 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         count = pass(batch, first);
         unsigned kind = 0;  // widths up to 1, 2, 4 ...
         while (1 << kind < count) ++kind;
+        if (beside_) kind = Pool::kDrafting;
         plan_jobs(first, count, pool.team(kind));
         begin_pass(batch, first, count);
         Run run(*this, pool, *result, batch, first, count);
@@ -325,7 +327,10 @@ std::unique_ptr<Result> Model::forward(const BatchView& batch) {
         run.settle(result->threads);
         end_pass();
     }
-    for (int b = 0; b < batch.rows; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
+    const auto mixes = [](const Layer& l) { return l.experts.count > 0; };
+    const auto mixtures = std::count_if(weights_->layers.begin(), weights_->layers.begin() + batch.layers, mixes);
+    if (mixtures) result->experts = static_cast<double>(result->read_) / static_cast<double>(mixtures);
+    for (int b = 0; b < batch.rows && !beside_; ++b) kv_.lengthen(batch.row[batch.starts[b]], batch.starts[b + 1] - batch.starts[b]);
     return result;
 }
 

@@ -44,8 +44,8 @@ void Model::Run::store_latent(const Seat& me, const Layer& l, int index, int t) 
     const Latent& a = l.latent;
     const KVShape& shape = m_.kv_.shape();
     const Plan::Token& tok = token(t);
-    uint8_t* block = const_cast<uint8_t*>(m_.plan_.blocks(tok)[tok.slot / kBlock]);
     const int place = m_.places_[static_cast<size_t>(index)];
+    uint8_t* block = const_cast<uint8_t*>(m_.plan_.blocks(tok, shape[place].pool)[tok.slot / kBlock]);
     const float* k = product_in(s_.k, t, l.k);
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     k_.rmsnorm(k, l.k_norm.data(), a.eps, a.rank, line);

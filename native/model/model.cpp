@@ -62,10 +62,19 @@ StateShape states_of(const Weights& weights) {
     return shape;
 }
 
-KVShape keys_of(const Weights& weights, KVType type) {
+// Layers with a window have blocks of their own, unless another one that sees more reads them, or no row is longer.
+KVShape keys_of(const Weights& weights, KVType type, bool windowed) {
+    const auto seen = [&](const Layer& l) { return windowed && l.window > 0 && l.window < weights.config.max_length ? l.window : 0; };
+    std::vector<int> windows;
+    for (const Layer& l : weights.layers) {
+        windows.push_back(seen(l));
+        if (l.shares < 0) continue;
+        int& shared = windows[static_cast<size_t>(l.shares)];
+        shared = shared > 0 && seen(l) > 0 ? std::max(shared, seen(l)) : 0;
+    }
     KVShape shape{type};
-    for (const Layer& l : weights.layers)
-        if (l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim());
+    for (size_t i = 0; i < weights.layers.size(); ++i)
+        if (const Layer& l = weights.layers[i]; l.attends() && l.shares < 0) shape.add(l.kv_heads, l.head_dim, l.value_dim(), windows[i]);
     return shape;
 }
 
@@ -78,21 +87,30 @@ int groups_of(int heads, int kv_heads) {
 
 }  // namespace
 
-Model::Model(
-    std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit)
+Model::Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
+    int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside)
     : weights_(std::move(weights)),
+      beside_(std::move(beside)),
       runtime_(std::move(runtime)),
       kernels_(kernels),
       scratch_(runtime_->scratch()),
-      kv_(keys_of(*weights_, kv_type), kv_limit, states_of(*weights_)),
+      kv_(keys_of(*weights_, kv_type, windowed), kv_limit, states_of(*weights_)),
       routes_(static_cast<size_t>(runtime_->threads())),
       next_job_(weights_->layers.size()),
+      next_head_(weights_->layers.size()),
       claimed_((weights_->layers.size() + 1) * kClaims) {
+    if (weights_->config.beside != (beside_ != nullptr)) throw std::invalid_argument("which model this one is beside must be said, or not");
     for (const RopeTable& table : weights_->ropes) ropes_.emplace_back(table);
     int attend = 0, recur = 0;
     for (const Layer& l : weights_->layers) {
+        if (beside_) {
+            places_.push_back(beside_->place_for(l));
+            split_of_.push_back(split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16));
+            continue;
+        }
         const bool shares = l.attends() && l.shares >= 0;
-        places_.push_back(!l.mixes() ? -1 : l.recurs() ? recur++ : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        places_.push_back(!l.attends() ? -1 : shares ? places_[static_cast<size_t>(l.shares)] : attend++);
+        state_places_.push_back(l.recurs() ? recur++ : -1);
         split_of_.push_back(l.attends() ? split_for(l.kv_heads, round_up(l.value_dim(), 16) + 16) : 0);
     }
     if (const int dim = kv_.states().shape().key_dim; dim > 0) {
@@ -101,6 +119,15 @@ Model::Model(
     }
     std::lock_guard<std::mutex> lock(runtime_->lock());
     fit_scratch();
+}
+
+// Where the keys and values lie that a layer of a model beside this one reads.
+int Model::place_for(const Layer& l) const {
+    const std::vector<Layer>& layers = weights_->layers;
+    const Layer* from = l.shares < static_cast<int>(layers.size()) ? &layers[static_cast<size_t>(l.shares)] : nullptr;
+    if (!from || !from->attends() || from->latent.rank > 0 || from->kv_heads != l.kv_heads || from->head_dim != l.head_dim)
+        throw std::invalid_argument("a layer reads keys and values that do not fit it");
+    return places_[static_cast<size_t>(l.shares)];
 }
 
 // Which of the splits is for such heads.
@@ -148,7 +175,9 @@ void Model::fit_scratch() {
         }
         for (const Matrix* m : {&l.latent.k_up, &l.latent.v_up})
             if (m->data) s.latents.need(m->acts(), weights_->config.heads * m->groups), inner = std::max(inner, m->in_padded());
-        if (l.o.data) s.heads.need(l.o.acts(), l.o.groups);
+        for (const Matrix* m : {&l.o, &l.delta.o})
+            if (m->data) s.heads.need(m->acts(), m->groups), inner = std::max(inner, m->in_padded());
+        s.beside.need(chunk(l.delta.o.out_padded()));
         for (const Matrix* m : {&l.down, &l.input.project})
             if (m->data) s.middle.need(m->acts(), m->groups);
         s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
@@ -156,7 +185,7 @@ void Model::fit_scratch() {
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
         s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
         s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded(), l.input.project.out_padded()})));
-        inner = std::max({inner, l.o.in_padded(), l.down.in_padded()});
+        inner = std::max(inner, l.down.in_padded());
     }
     if (const LayerInputs& inputs = weights_->inputs; inputs.width > 0) {
         input(inputs.project);

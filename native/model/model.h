@@ -54,6 +54,7 @@ public:
     int find(int32_t packed) const;  // index among the wanted; throws std::out_of_range
     int vocab = 0, hidden = 0, hidden_count = 0, tokens = 0;
     int threads = 0;  // that the forward ended with
+    double experts = 0.0;  // that it read in a mixture, on average; those of another pass again
     std::shared_ptr<Runtime> runtime;  // whose threads may share what is done with it; null: none
     const Kernels* kernels = nullptr;
     std::vector<int32_t> wanted;
@@ -68,16 +69,20 @@ private:
     friend class Model;
     std::shared_ptr<Buffer<float>> logits_;
     int64_t stride_ = 0;
+    int64_t read_ = 0;  // experts, in all mixtures
 };
 
 enum Phase { kNorm, kQkv, kRope, kAttention, kOutput, kNorm2, kGateUp, kDown, kHead, kPhases };
 extern const char* const kPhaseNames[kPhases];
 
-// Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants.
+// Weights with a cache of their own, on a runtime that other models may use too. Its lock guards all but the constants. A model
+// beside another (Config::beside) reads the rows of that one: a batch has a token a row, which reads features alone, stands behind
+// all that the row has, and leaves nothing there.
 class Model {
 public:
-    Model(
-        std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type, int64_t kv_limit);
+    // `windowed`: rows give back what no window reaches; not for a drafter's rows, which are cut anywhere.
+    Model(std::shared_ptr<const Weights> weights, std::shared_ptr<Runtime> runtime, const Kernels& kernels, KVType kv_type,
+        int64_t kv_limit, bool windowed, std::shared_ptr<Model> beside = nullptr);
 
     // Checks the batch, runs it, writes and lengthens the rows. Throws std::invalid_argument, std::out_of_range,
     // MemoryLimit; then every row is as it was.
@@ -124,11 +129,14 @@ private:
     class Run;  // one chunk of tokens through all layers; run.h
 
     void prepare(const BatchView& batch);
+    void prepare_beside(const BatchView& batch);
+    const KVShape& keys() const { return (beside_ ? beside_->kv_ : kv_).shape(); }  // that attention reads
     void cover() {  // what the plan's keys turn by
         for (Rope& rope : ropes_) rope.cover(plan_.end());
     }
     void plan_jobs(int first, int count, int threads);
     int split_for(int kv_heads, int record);
+    int place_for(const Layer& l) const;
     void cut(Split& split, int first, int count, int threads);
     const Split& split_of(int layer) const { return splits_[static_cast<size_t>(split_of_[static_cast<size_t>(layer)])]; }
     // Of recurrent layers; recurrent.cpp.
@@ -144,12 +152,13 @@ private:
     void fit_scratch();
 
     std::shared_ptr<const Weights> weights_;
+    const std::shared_ptr<Model> beside_;  // null: it has a cache of its own
     const std::shared_ptr<Runtime> runtime_;
     const Kernels& kernels_;
     Scratch& scratch_;  // the runtime's
     int hidden_stride_ = 0;  // of Scratch::x, in floats
-    // Of each layer among those that have keys and values (of one that shares them, theirs), or among those that are recurrent.
-    std::vector<int> places_;
+    // Of each layer among those that have keys and values (of one that shares them, theirs), and among those that are recurrent.
+    std::vector<int> places_, state_places_;
     KV kv_;
     std::vector<Rope> ropes_;
     Plan plan_;
@@ -159,11 +168,13 @@ private:
     std::vector<int> parents_, slots_;     // of its tokens: a node before it or -1; the tile that its state goes to or -1
     std::vector<float> query_scale_, key_scale_;  // of recurrent layers' heads
     std::vector<Routes> routes_;  // of each thread, which all find the same
-    std::vector<std::atomic<int>> next_job_;  // one a layer
+    std::vector<std::atomic<int>> next_job_, next_head_;  // one a layer: of attention, of what recurs
     // Products that threads claim stretches of.
     enum Claim {
         kClaimJoin,
         kClaimQkv,
+        kClaimBeside,
+        kClaimBesideOutput,
         kClaimLatent,
         kClaimOutput,
         kClaimRouter,

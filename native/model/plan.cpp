@@ -8,6 +8,21 @@
 
 namespace outpace {
 
+void Model::prepare_beside(const BatchView& batch) {
+    const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
+    const KV& kv = beside_->kv_;
+    if (batch.rows != batch.tokens || batch.wanted_count != batch.tokens || !batch.features)
+        wrong("a model beside another reads features of a token a row");
+    plan_.clear();
+    for (int i = 0; i < batch.tokens; ++i) {
+        const int cached = kv.length(batch.row[i]);
+        if (cached < 1 || cached >= weights_->config.max_length || batch.position[i] != cached)
+            wrong("position " + std::to_string(batch.position[i]) + " is not behind the row's " + std::to_string(cached));
+        plan_.in_block(plan_.row(kv, batch.row[i], cached), batch.token[i], cached, cached - 1, cached - 1).wanted = i;
+    }
+    cover();
+}
+
 void Model::prepare(const BatchView& batch) {
     const auto wrong = [](const std::string& what) { throw std::invalid_argument("malformed batch: " + what); };
     const int n = batch.tokens;
@@ -18,6 +33,7 @@ void Model::prepare(const BatchView& batch) {
         if (layer < 0 || layer >= batch.layers) wrong("layer " + std::to_string(layer) + " is not a layer that runs");
     if (!weights_->layers[0].embed_norm.empty() && !batch.features) wrong("this model reads features beside its tokens");
     if (batch.starts[0] != 0 || batch.starts[batch.rows] != n) wrong("starts does not span the tokens");
+    if (beside_) return prepare_beside(batch);
     std::vector<int> seen;
     std::vector<KV::Need> needs;
     for (int b = 0; b < batch.rows; ++b) {
@@ -25,7 +41,7 @@ void Model::prepare(const BatchView& batch) {
         if (begin < 0 || end <= begin || end > n) wrong("starts must ascend");
         const int row = batch.row[begin], cached = kv_.length(row);
         seen.push_back(row);
-        needs.push_back({row, end - begin});
+        needs.push_back({row, end - begin, 0});
         for (int i = begin; i < end; ++i) {
             const int parent = batch.parent[i], own = i - begin;
             if (batch.row[i] != row) wrong("a row's tokens must stand together");
@@ -45,7 +61,8 @@ void Model::prepare(const BatchView& batch) {
         if (batch.wanted[i] < 0 || batch.wanted[i] >= n || (i > 0 && batch.wanted[i] <= batch.wanted[i - 1]))
             wrong("wanted must ascend within the tokens");
 
-    for (int b = 0; b < batch.rows && recurrent(); ++b) settled(batch, b);  // refuses a tree that cannot be taken back
+    for (int b = 0; b < batch.rows && recurrent(); ++b)  // refuses a tree that cannot be taken back
+        needs[static_cast<size_t>(b)].settled = settled(batch, b);
     kv_.grow(needs);
     plan_.clear();
     int wanted = 0;
@@ -102,7 +119,8 @@ void Model::cut(Split& split, int first, int count, int threads) {
 
 void Model::plan_jobs(int first, int count, int threads) {
     for (Split& split : splits_) cut(split, first, count, threads);
-    for (std::atomic<int>& next : next_job_) next.store(0, std::memory_order_relaxed);
+    for (std::vector<std::atomic<int>>* jobs : {&next_job_, &next_head_})
+        for (std::atomic<int>& next : *jobs) next.store(0, std::memory_order_relaxed);
     for (std::atomic<int>& next : claimed_) next.store(0, std::memory_order_relaxed);
 }
 

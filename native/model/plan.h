@@ -15,12 +15,13 @@ public:
         int row;
         int cached;  // entries that all of its tokens see
         int blocks;  // the first of its blocks in Plan's list
+        int windowed;  // the same of those of windowed layers
     };
     struct Token {
         int id, row, position;
         int turn;    // what its queries and keys are rotated by: its position, but in a drafter's block
         int slot;    // where its keys and values go in the row
-        int cached, blocks;  // as in Row
+        int cached, blocks, windowed;  // as in Row
         int path = -1;       // where the slots that it sees from `cached` on, its own last, begin in Plan's list; -1: they are positions
         int wanted = -1;     // index among the wanted, or -1
     };
@@ -31,16 +32,20 @@ public:
 
     // A row whose memory has been taken. `cached`: entries that its next tokens all see.
     Row row(const KV& kv, int row, int cached) {
-        const Row made{row, cached, static_cast<int>(blocks_.size())};
-        for (int i = 0; i < kv.blocks_of(row); ++i) blocks_.push_back(kv.block_of(row, i));
-        return made;
+        const auto listed = [&](int pool) {
+            const int first = static_cast<int>(blocks_.size());
+            for (int i = 0; i < kv.blocks_of(row, pool); ++i) blocks_.push_back(kv.block_of(row, pool, i));
+            return first;
+        };
+        const int full = listed(kFull);
+        return {row, cached, full, listed(kWindowed)};
     }
     // A token behind all others of its row: it sees every slot before its own.
-    Token& append(const Row& row, int id, int at) { return add({id, row.row, at, at, at, row.cached, row.blocks}); }
+    Token& append(const Row& row, int id, int at) { return add({id, row.row, at, at, at, row.cached, row.blocks, row.windowed}); }
     // A tree's node in a slot of its own. `path(slots)` appends the slots of its ancestors from row.cached on, and its own.
     template <class Path>
     Token& node(const Row& row, int id, int position, int slot, const Path& path) {
-        Token& token = add({id, row.row, position, position, slot, row.cached, row.blocks});
+        Token& token = add({id, row.row, position, position, slot, row.cached, row.blocks, row.windowed});
         // A node is in the slot of its position exactly when its ancestors are the nodes before it, one a depth.
         if (position != slot) {
             token.path = static_cast<int>(paths_.size());
@@ -50,12 +55,14 @@ public:
     }
     // One of a block whose last slot is `last`: all of them see each other. Its keys turn by another number than its place.
     Token& in_block(const Row& row, int id, int turn, int slot, int last) {
-        return add({id, row.row, last, turn, slot, row.cached, row.blocks});
+        return add({id, row.row, last, turn, slot, row.cached, row.blocks, row.windowed});
     }
 
     int size() const { return static_cast<int>(tokens_.size()); }
     const Token& operator[](int i) const { return tokens_[static_cast<size_t>(i)]; }
-    const uint8_t* const* blocks(const Token& token) const { return blocks_.data() + token.blocks; }
+    const uint8_t* const* blocks(const Token& token, int pool) const {
+        return blocks_.data() + (pool == kWindowed ? token.windowed : token.blocks);
+    }
     const int32_t* path(const Token& token) const { return token.path < 0 ? nullptr : paths_.data() + token.path; }
     int end() const { return end_; }  // after the last number that keys turn by
 

@@ -147,7 +147,7 @@ void Model::Run::convolve(const Seat& me, const Layer& l, int place) {
             continue;
         }
         const auto at = static_cast<size_t>(value);
-        const double a = product_in(s_.a, t, d.a)[value], b = d.scans() ? a : product_in(s_.v, t, d.b)[value];
+        const double a = times(product_in(s_.a, t, d.a)[value], d.step_scale), b = d.scans() ? a : product_in(s_.v, t, d.b)[value];
         const double step = softplus(a + static_cast<double>(d.dt_bias[at]));
         float* rates = s_.rates.get() + 2 * (static_cast<size_t>(t) * static_cast<size_t>(d.value_heads) + at);
         rates[0] = std::isnan(b) ? NAN : narrowed(d.scans() ? step : logistic(b));
@@ -223,23 +223,26 @@ void Model::Run::go_over(const Seat& me, const Layer& l, int place, const Recurr
 // A state space's outputs, gated, normed group by group and encoded for the product behind.
 void Model::Run::gate_scanned(const Seat& me, const Layer& l) {
     const DeltaNet& d = l.delta;
-    const int values = d.value_heads * d.value_dim, real = l.o.cols / d.value_heads, group = l.o.cols / d.key_heads;
+    const Matrix& o = l.recurrent_output();
+    const int values = d.value_heads * d.value_dim, real = o.cols / d.value_heads, group = o.cols / d.key_heads;
     float* line = s_.line[static_cast<size_t>(me.id)].get();
     const Part part = me.of(n_);
     for (int t = part.begin; t < part.end; ++t) {
         float* out = s_.attended.get() + static_cast<size_t>(t) * static_cast<size_t>(values);
-        k_.gate(Activation::Silu, product_in(s_.k, t, d.z), out, values, out);
+        float* z = s_.k.get() + static_cast<size_t>(t) * static_cast<size_t>(d.z.out_padded());
+        for (int i = 0; i < values && d.gate_scale != 1.0f; ++i) z[i] = times(z[i], d.gate_scale);
+        k_.gate(Activation::Silu, z, out, values, out);
         for (int head = 0; head < d.value_heads; ++head)
             std::memcpy(line + head * real, out + head * d.value_dim, static_cast<size_t>(real) * 4);
-        for (int from = 0; from < l.o.cols && !d.norm.empty(); from += group)
+        for (int from = 0; from < o.cols && !d.norm.empty(); from += group)
             k_.rmsnorm(line + from, d.norm.data() + from, c_.eps, group, line + from);
-        std::fill(line + l.o.cols, line + l.o.in_padded(), 0.0f);
-        k_.encode(l.o.acts(), line, 0, l.o.groups, s_.heads.get(l.o.acts()), n_, t);
+        std::fill(line + o.cols, line + o.in_padded(), 0.0f);
+        k_.encode(o.acts(), line, 0, o.groups, s_.heads.get(o.acts()), n_, t);
     }
 }
 
 bool Model::Run::short_conv(Seat& me, const Layer& l, int index) {
-    const int place = m_.places_[static_cast<size_t>(index)], hidden = c_.hidden, taps_there = l.conv.taps;
+    const int place = m_.state_places_[static_cast<size_t>(index)], hidden = c_.hidden, taps_there = l.conv.taps;
     products(me, index, {{&l.conv.in, s_.q.get()}});
     if (!meet(me)) return false;
     clock(me, kQkv);
@@ -272,7 +275,7 @@ bool Model::Run::short_conv(Seat& me, const Layer& l, int index) {
 
 bool Model::Run::recurrence(Seat& me, const Layer& l, int index) {
     const DeltaNet& d = l.delta;
-    const int place = m_.places_[static_cast<size_t>(index)];
+    const int place = m_.state_places_[static_cast<size_t>(index)];
     products(me, index, {{&d.qkv, s_.q.get()}, {&d.z, s_.k.get()}, {&d.b, s_.v.get()}, {&d.a, s_.a.get()}});
     if (!meet(me)) return false;
     clock(me, kQkv);
@@ -281,7 +284,7 @@ bool Model::Run::recurrence(Seat& me, const Layer& l, int index) {
     if (!meet(me)) return false;
     clock(me, kRope);
 
-    std::atomic<int>& next = m_.next_job_[static_cast<size_t>(index)];
+    std::atomic<int>& next = m_.next_head_[static_cast<size_t>(index)];
     const int jobs = static_cast<int>(m_.recurrences_.size()) * d.value_heads;
     for (int job; (job = next.fetch_add(1, std::memory_order_relaxed)) < jobs;)
         go_over(me, l, place, m_.recurrences_[static_cast<size_t>(job / d.value_heads)], job % d.value_heads);

@@ -104,7 +104,9 @@ private:
     }
 
     // x += y [hidden], y normed and scaled first where the model does that; y may be the thread's line.
-    void add_back(const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, const float* y) {
+    void add_back(
+        const Seat& me, int t, const std::vector<float>& norm, const std::vector<float>& bias, const float* y, float scale = 1.0f) {
+        scale *= c_.residual_scale;
         float* line = s_.line[static_cast<size_t>(me.id)].get();
         if (!bias.empty()) {
             std::memcpy(line, y, static_cast<size_t>(c_.hidden) * 4);
@@ -115,8 +117,8 @@ private:
             k_.rmsnorm(y, norm.data(), c_.eps, c_.hidden, line);
             y = line;
         }
-        if (c_.residual_scale != 1.0f) {
-            for (int i = 0; i < c_.hidden; ++i) line[i] = y[i] * c_.residual_scale;
+        if (scale != 1.0f) {
+            for (int i = 0; i < c_.hidden; ++i) line[i] = y[i] * scale;
             y = line;
         }
         k_.add(x(me, t), y, c_.hidden);
@@ -152,7 +154,7 @@ private:
                 std::memcpy(at, product_of(t, first.join), static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
-            if (!first.embed_norm.empty()) {
+            if (!first.embed_norm.empty() || m_.beside_) {
                 std::memcpy(at, features, static_cast<size_t>(c_.hidden) * 4);
                 return;
             }
@@ -174,9 +176,18 @@ private:
     // What a layer's feed-forward gave, or its attention, where it has no feed-forward.
     void add_made(const Seat& me, int t, const Layer& l) {
         if (l.feeds())
-            add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down));
+            add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down), l.fed_scale);
         else
-            add_back(me, t, l.post_attn_norm, l.o_bias, product_of(t, l.o));
+            add_back(me, t, l.post_attn_norm, l.o_bias, made_of_tokens(me, t, l));
+    }
+    // What attention gave, or what stands in its place, or both.
+    const float* made_of_tokens(const Seat& me, int t, const Layer& l) const {
+        const float* own = product_of(t, l.o);
+        if (!l.delta.o.data) return own;
+        const float* other = product_in(s_.beside, t, l.delta.o);
+        float* line = s_.line[static_cast<size_t>(me.id)].get();
+        for (int i = 0; i < c_.hidden; ++i) line[i] = times(own[i], l.delta.attended_scale) + times(other[i], l.delta.output_scale);
+        return line;
     }
 
     // work(begin, end) on stretches of `total` units that are this thread's: its share, or, where cores differ, half as much
@@ -198,10 +209,10 @@ private:
         const Matrix* m;
         float* y;
     };
-    void products(const Seat& me, int layer, std::initializer_list<Product> list) {
+    void products(const Seat& me, int layer, std::initializer_list<Product> list, Claim claim = kClaimQkv) {
         int total = 0;
         for (const Product& p : list) total += p.m->blocks;
-        share(me, kClaimQkv, layer, total, [&](int from, int to) {
+        share(me, claim, layer, total, [&](int from, int to) {
             for (const Product& p : list) {
                 const int begin = std::max(from, 0), end = std::min(to, p.m->blocks);
                 if (begin < end)
@@ -224,6 +235,10 @@ private:
     void rope(const Seat& me, const Layer& l, int index, int from);
     bool attend(Seat& me, const Layer& l, int index);
     bool attention(Seat& me, const Layer& l, int index);
+    void output(const Seat& me, Claim claim, int index, const Matrix& o, Buffer<float>& y) {
+        share(me, claim, index, o.blocks,
+            [&](int begin, int end) { k_.matmul(o, s_.heads.get(o.acts()), n_, begin, end, y.get(), o.out_padded()); });
+    }
     // All layers, and what the head reads; false: the thread is dismissed.
     bool layers(Seat& me) {
         clock(me, kPhases);

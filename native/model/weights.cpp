@@ -54,8 +54,9 @@ void fits(const DeltaNet& d, const DeltaNet& first, const Layer& l, const Config
     fits(d.z, values, c.hidden, "a gate's matrix");
     if (!d.scans()) fits(d.b, d.value_heads, c.hidden, "the matrix of updates' rates");
     fits(d.a, d.value_heads, c.hidden, "the matrix of decays");
-    const int real = d.scans() && l.o.cols % d.value_heads == 0 && l.o.cols <= values ? l.o.cols : values;
-    fits(l.o, c.hidden, real, "a recurrent layer's output matrix");
+    const Matrix& o = l.recurrent_output();
+    const int real = d.scans() && o.cols % d.value_heads == 0 && o.cols <= values ? o.cols : values;
+    fits(o, c.hidden, real, "a recurrent layer's output matrix");
     fits(d.convolution, d.taps * (2 * keys + values), true, "a convolution");
     fits(d.decay, d.value_heads, true, "decays");
     fits(d.dt_bias, d.value_heads, true, "a decay's bias");
@@ -96,7 +97,9 @@ void fits_heads(const Weights& w, const Layer& l, int index) {
         throw std::invalid_argument("a layer's heads do not fit together");
     if (!l.v.data && l.shares < 0 && static_cast<int>(l.k_norm.size()) > l.head_dim)
         throw std::invalid_argument("a layer whose values are made of its keys' product can have no norm over all of its keys");
-    if (l.shares < 0) return;
+    if (c.beside && (l.shares < 0 || l.k.data || l.v.data || l.latent.rank > 0))
+        throw std::invalid_argument("a layer of a model beside another has keys and values of its own");
+    if (l.shares < 0 || c.beside) return;
     const bool there = l.shares < index && !l.k.data && !l.v.data;
     const Layer* from = there ? &w.layers[static_cast<size_t>(l.shares)] : nullptr;
     if (!from || !from->attends() || from->latent.rank > 0 || from->shares >= 0 || from->kv_heads != l.kv_heads ||
@@ -126,10 +129,14 @@ void check(const Weights& w) {
         } else if (l.conv.taps > 0) {
             if (!convolved) convolved = &l.conv;
             fits(l.conv, *convolved, l, c);
-        } else if (l.latent.rank > 0) {
+        }
+        if (l.recurs() && (l.delta.o.data || l.q.data) &&
+            (!l.delta.o.data || !l.q.data || !l.delta.scans() || l.latent.rank > 0 || !l.embed_norm.empty()))
+            throw std::invalid_argument("attention and what recurs in the same layer do not fit together");
+        if (l.latent.rank > 0) {
             attends = true;
             fits(l.latent, l, c);
-        } else if (l.q.data || !l.feeds()) {
+        } else if (l.q.data || (!l.recurs() && !l.feeds())) {
             attends = true;
             fits(l.q, l.gated ? 2 * q : q, read, "a query matrix");
             if (l.shares < 0) fits(l.k, kv, read, "a key matrix");
@@ -218,8 +225,8 @@ size_t Weights::bytes() const {
     size_t bytes = embedding.bytes() + (head.data != embedding.data ? head.bytes() : 0) + inputs.table.bytes() + inputs.project.bytes();
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.latent.q_down, &l.latent.k_up,
-                 &l.latent.v_up, &l.input.gate, &l.input.project})
+                 &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.delta.o, &l.conv.in, &l.join, &l.latent.q_down,
+                 &l.latent.k_up, &l.latent.v_up, &l.input.gate, &l.input.project})
             bytes += m->bytes();
     return bytes;
 }

@@ -36,6 +36,7 @@ struct Experts {
 constexpr int kMostTaps = 8;
 
 // A gated delta net, or a state space (Mamba-2), in the place of attention: both keep a state [key_dim][value_dim] a value head.
+// A state space may also stand beside attention, in a layer that has q: both read the same input, and what they give is added.
 // Value heads share key heads, a range of them one or (tiled) each so-many-th.
 struct DeltaNet {
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // key_heads 0: the layer has none
@@ -51,6 +52,9 @@ struct DeltaNet {
     // as that has inputs for; the others pad it.
     std::vector<float> skip;
     bool scans() const { return !skip.empty(); }
+    Matrix o;  // of one beside attention, which has the layer's
+    float gate_scale = 1.0f, step_scale = 1.0f;  // of what z and a give
+    float output_scale = 1.0f, attended_scale = 1.0f;  // of what o gives, and attention beside it
 };
 
 // A short convolution between two gates, in the place of attention.
@@ -92,11 +96,12 @@ struct Layer {
     Matrix q, k, v, o;  // without v, values are made of what k gave
     Matrix gate, up, down;  // of a mixture: the shared expert's, where it has one; without `gate`, relu(up) stands in its place
     Experts experts;
-    DeltaNet delta;  // with it, there are no q, k, v
+    DeltaNet delta;  // with it, there are no q, k, v, unless it has an `o`
     ShortConv conv;  // as with it
     Latent latent;   // with it, there is no v
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
-    bool attends() const { return q.data && !recurs(); }
+    bool attends() const { return q.data != nullptr; }
+    const Matrix& recurrent_output() const { return delta.o.data ? delta.o : o; }
     bool mixes() const { return q.data || recurs(); }
     bool feeds() const { return up.data || experts.count > 0; }
     bool gated = false;  // q has of each head its queries, then what its output is gated by
@@ -104,9 +109,10 @@ struct Layer {
     std::vector<float> attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;  // [hidden]
     int kv_heads = 0, head_dim = 0;  // 0: the model's
     int value_dim() const { return latent.rank > 0 ? latent.rank : head_dim; }  // of a KV head's values
-    int shares = -1;  // an earlier layer whose keys and values it reads, having none of its own; -1: it has
+    // An earlier layer whose keys and values it reads, having none of its own (of a model beside another: a layer of that); -1: it has.
+    int shares = -1;
     std::vector<float> q_norm, k_norm;  // [head_dim], of each head, or [heads * head_dim], over all of them at once
-    std::vector<float> v_norm;          // [head_dim]
+    std::vector<float> v_norm;  // [head_dim]
     std::vector<float> q_bias, k_bias, v_bias, o_bias;
     // [hidden], in the first layer of a learned drafter: q, k and v read the embedding under this norm, then the batch's
     // features under attn_norm, 2 hidden in all; the features alone (normed, with norm_first) are what it adds to.
@@ -118,8 +124,9 @@ struct Layer {
     int window = 0;  // positions a token sees, itself among them; 0: all
     // Of a drafter's block, in a layer with a window: slots see none behind them, or all see so many before the block.
     bool causal = false, anchored = false;
-    int rope = 0;    // which table; -1: heads are not rotated
+    int rope = 0;  // which table; -1: heads are not rotated
     float output_scale = 1.0f;  // of the hidden state that it leaves
+    float fed_scale = 1.0f;  // of what its feed-forward gives
     InputGate input;
 };
 
@@ -131,12 +138,13 @@ struct Config {
     int outputs;  // rows of the head: the vocabulary, or what a drafter knows of it
     float score_cap = 0.0f, logit_cap = 0.0f;  // that scores and logits are kept within, softly; 0: they are not
     float residual_scale = 1.0f;  // of what attention and feed-forward layers add to the hidden state
+    bool beside = false;  // it has no keys and values: all of its layers read those of another model
 };
 
 struct RopeTable {
     std::vector<float> frequencies;  // inverse ones
-    float scale;                     // of cosines and sines
-    float growth = 0.0f;             // queries are multiplied by 1 + growth * ln(1 + position / period), the ratio rounded down
+    float scale;  // of cosines and sines
+    float growth = 0.0f;  // queries are multiplied by 1 + growth * ln(1 + position / period), the ratio rounded down
     int period = 0;
 };
 

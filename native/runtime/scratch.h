@@ -114,6 +114,7 @@ struct Scratch {
     Buffer<float> rotated;            // [kChunk][heads][dim_padded]
     Buffer<float> attended;           // [kChunk][heads][value_padded]
     Buffer<float> y;                  // output and down projections
+    Buffer<float> beside;             // what stands beside attention in a layer gives
     Buffer<float> inputs;             // tokens' inputs for each layer
     ActBuffer heads, middle;          // inputs of the output and down projections
     ActBuffer latents;                // of latent attention: inputs of each head's own products, head after head

@@ -131,11 +131,11 @@ void RecurrentStates::snap(int row, bool kept) {
     while (snapshot_bytes(false) > kSnapshots * shape_.bytes()) snapshots_.pop_front();
 }
 
-int64_t RecurrentStates::growth(int row, int64_t n) const {
+int64_t RecurrentStates::growth(int row, int64_t n, int64_t settled) const {
     if (n <= 0) return 0;
     const Row* r = find(row);
     const bool own = r && r->state && sharers(*r) == 1;
-    return (own ? 0 : shape_.bytes()) + window_bytes(n);  // beside the window that it has
+    return (own ? 0 : shape_.bytes()) + window_bytes(n - settled);  // beside the window that it has
 }
 
 int64_t RecurrentStates::bytes_for(int64_t positions) const { return positions > 0 ? shape_.bytes() + 2 * window_bytes(1) : 0; }

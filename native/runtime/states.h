@@ -93,7 +93,7 @@ public:
     void fork(int src, int dst, int n);       // `n` is reachable
     void keep(int row);                       // what a prompt that has been read so far leaves stays when it is read on
 
-    int64_t growth(int row, int64_t n) const;      // bytes for n more positions
+    int64_t growth(int row, int64_t n, int64_t settled) const;  // bytes for n more positions, of which so many settle
     int64_t bytes_for(int64_t positions) const;
     int64_t exclusive(const std::vector<int>& rows) const;  // ascending
     int64_t bytes() const;  // of rows; snapshots make way for them, and do not count

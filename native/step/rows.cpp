@@ -281,11 +281,11 @@ std::vector<std::pair<int, std::string>> Rows::settle(Model& model) const {
 
 // -- what became final ------------------------------------------------------------------------------------------------
 
-void Rows::learn(double draft, double body) {
+void Rows::learn(double draft, double body, double experts) {
     if (!policy()) return;
     std::vector<const std::vector<int32_t>*> paths;
     for (const Row* each : rows) paths.push_back(&each->verdict.path);
-    planned().learn(paths, {draft, body});
+    planned().learn(paths, {draft, body}, experts);
 }
 
 std::vector<NativeDrafter*> Rows::observe(const std::vector<std::pair<int, int>>& gains) {

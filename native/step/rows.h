@@ -116,8 +116,8 @@ public:
     Policy* given() const { return policy_; }  // that sizes drafts, whether or not a row drafts in this step
     const std::shared_ptr<Result>& result() const { return result_; }
 
-    // What the policy makes of the step that was: seconds that drafting took, and all else.
-    void learn(double draft, double body);
+    // What the policy makes of the step that was: seconds that drafting took, and all else; experts that were read, 0: not known.
+    void learn(double draft, double body, double experts);
     // Native drafters get what became final: (row of the step, how many of its verdict's tokens), where rows of chunks follow
     // those that decode, and have all their tokens. Throws what they throw. Returns those that want to read ahead.
     std::vector<NativeDrafter*> observe(const std::vector<std::pair<int, int>>& gains);

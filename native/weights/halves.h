@@ -19,6 +19,12 @@ static inline int32_t int_at(const void* p) {
     return x;
 }
 
+static inline float float_at(const uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
 static inline float bits_to_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);

@@ -48,27 +48,51 @@ Matrix shape_of(Format format, int rows, int cols) {
     return m;
 }
 
+// Four inputs of a group, a byte each: a word is moved, masked and shifted as one.
+constexpr uint32_t every(uint32_t byte) { return byte * 0x01010101u; }
+
+uint32_t word_at(const uint8_t* p, int i) {
+    uint32_t word;
+    std::memcpy(&word, p + 4 * i, 4);
+    return word;
+}
+
 // A group of a row as its format keeps it: integers, and the bits of what scales them (float16, or a byte beside a superblock's).
 struct Group {
-    uint8_t q[kGroup];
+    uint32_t words[kGroup / 4];
     uint16_t scale = 0, second = 0;
 
     template <class Of>
     void fill(const Of& of) {
+        uint8_t q[kGroup];
         for (int k = 0; k < kGroup; ++k) q[k] = static_cast<uint8_t>(of(k));
+        std::memcpy(words, q, kGroup);
+    }
+    template <class Of>
+    void fill_words(const Of& of) {
+        for (int i = 0; i < kGroup / 4; ++i) words[i] = of(i);
     }
 };
 
-// Row `lane` of a superblock whose memory was zero: its group `g`.
+// Row `lane` of a superblock whose memory was zero: its group `g`. layout.h says where the bits of nibbles, fives and sixes go.
 void put_group(const Layout& at, uint8_t* superblock, int g, int lane, const Group& group) {
-    uint8_t *values = superblock + at.values_of(g), *upper = values + kNibbles;
-    const uint8_t* q = group.q;
-    for (int i = 0; at.group_bytes == kBytes && i < kGroup; i += 4) std::memcpy(values + quant_at(i, lane), q + i, 4);
-    for (int i = 0; at.group_bytes != kBytes && i < 16; ++i)
-        values[quant_at(i, lane)] = static_cast<uint8_t>((q[i] & 15) | (q[i + 16] & 15) << 4);
-    for (int i = 0; (at.group_bytes == kFives || at.group_bytes == kSixes) && i < kGroup; ++i) {
-        const UpperBits bits = at.group_bytes == kFives ? fifth_at(i, lane) : sixth_at(i, lane);
-        upper[bits.byte] = static_cast<uint8_t>(upper[bits.byte] | (q[i] >> 4) << bits.bit);
+    uint8_t* const values = superblock + at.values_of(g) + 4 * lane;
+    const uint32_t* const w = group.words;
+    const auto put_word = [&](int i, uint32_t word) { std::memcpy(values + 64 * i, &word, 4); };
+    if (at.group_bytes == kBytes) {
+        for (int i = 0; i < kGroup / 4; ++i) put_word(i, w[i]);
+    } else {
+        for (int i = 0; i < 4; ++i) put_word(i, (w[i] & every(15)) | (w[i + 4] & every(15)) << 4);
+    }
+    if (at.group_bytes == kFives) {
+        uint32_t fifths = 0;
+        for (int i = 0; i < 8; ++i) fifths |= (w[i] >> 4 & every(1)) << i;
+        put_word(4, fifths);
+    }
+    for (int half = 0; at.group_bytes == kSixes && half < 2; ++half) {
+        uint32_t upper = 0;
+        for (int i = 0; i < 4; ++i) upper |= (w[4 * half + i] >> 4 & every(3)) << 2 * i;
+        put_word(4 + half, upper);
     }
     const auto put = [&](int offset, uint16_t x) {
         if (at.d >= 0)
@@ -84,27 +108,32 @@ void put_group(const Layout& at, uint8_t* superblock, int g, int lane, const Gro
 Group group_of(Source source, const uint8_t* b, int g) {
     Group x;
     const auto nibble = [](const uint8_t* pairs, int k) { return k < 16 ? pairs[k] & 15 : pairs[k - 16] >> 4; };
+    const auto nibbles = [](const uint8_t* pairs, int i) { return word_at(pairs, i % 4) >> i / 4 * 4 & every(15); };
     const auto five = [&](const uint8_t* v, int k) { return nibble(v + 4, k) | (v[k / 8] >> k % 8 & 1) << 4; };
     x.scale = u16_at(b);
     switch (source) {
         case Source::Q4_0:
-        case Source::IQ4_NL: x.fill([&](int k) { return nibble(b + 2, k); }); break;
+        case Source::IQ4_NL: x.fill_words([&](int i) { return nibbles(b + 2, i); }); break;
         case Source::Q5_0: x.fill([&](int k) { return five(b + 2, k); }); break;
-        case Source::Q8_0: x.fill([&](int k) { return b[2 + k] ^ 0x80; }); break;
+        case Source::Q8_0: x.fill_words([&](int i) { return word_at(b + 2, i) ^ every(0x80); }); break;
         case Source::Q4_1:
         case Source::Q5_1:
             x.second = u16_at(b + 2);
-            x.fill([&](int k) { return source == Source::Q4_1 ? nibble(b + 4, k) : five(b + 4, k); });
+            if (source == Source::Q4_1)
+                x.fill_words([&](int i) { return nibbles(b + 4, i); });
+            else
+                x.fill([&](int k) { return five(b + 4, k); });
             break;
         case Source::Q6_K: {  // 128 values share 64 bytes of low and 32 bytes of high bits
             const uint8_t *low = b + g / 4 * 64 + g % 2 * 32, *high = b + 128 + g / 4 * 32;
-            x.fill([&](int k) { return (g % 4 < 2 ? low[k] & 15 : low[k] >> 4) | (high[k] >> 2 * (g % 4) & 3) << 4; });
+            const int from = g % 4 / 2 * 4, pair = g % 4 * 2;
+            x.fill_words([&](int i) { return (word_at(low, i) >> from & every(15)) | (word_at(high, i) >> pair & every(3)) << 4; });
             x.scale = b[192 + 2 * g], x.second = b[193 + 2 * g];
             break;
         }
         case Source::IQ4_XS:  // d, 16 bits of scales' upper two, 4 bytes of their lower four, nibbles
             x.scale = static_cast<uint8_t>(((b[4 + g / 2] >> 4 * (g % 2) & 15) | (u16_at(b + 2) >> 2 * g & 3) << 4) - 32);
-            x.fill([&](int k) { return nibble(b + 8 + 16 * g, k); });
+            x.fill_words([&](int i) { return nibbles(b + 8 + 16 * g, i); });
             break;
         case Source::Q3_K: {  // 32 bytes of third bits, 64 of lower two, 12 of sixteen 6-bit scales
             const uint8_t *pairs = b + 32 + g / 4 * 32, *six = b + 96;
@@ -137,6 +166,9 @@ Group group_of(Source source, const uint8_t* b, int g) {
             x.scale = u16_at(b + 64);
             x.fill([&](int k) { return 7 + (b[g / 4 * 32 + k] >> 2 * (g % 4) & 3); });
             break;
+        case Source::Q1_0:  // d, then a bit a value: its sign
+            x.fill([&](int k) { return 7 + 2 * (b[2 + 4 * g + k / 8] >> k % 8 & 1); });
+            break;
         case Source::MXFP4: {  // an exponent, nibbles: a sign and one of eight magnitudes
             constexpr int kDoubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
             x.scale = float_to_f16(std::ldexp(1.0f, b[0] - 128));
@@ -150,8 +182,9 @@ Group group_of(Source source, const uint8_t* b, int g) {
             const uint8_t *six = b + 4, *fifths = b + 16, *pairs = b + (source == Source::Q5_K ? 48 : 16) + g / 2 * 32;
             x.scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | (six[g - 4] >> 6) << 4;
             x.second = g < 4 ? six[g + 4] & 63 : (six[g + 4] >> 4) | (six[g] >> 6) << 4;
-            const int fifth = source == Source::Q5_K;
-            x.fill([&](int k) { return (g % 2 == 0 ? pairs[k] & 15 : pairs[k] >> 4) | (fifths[k] >> g & fifth) << 4; });
+            const uint32_t fifth = source == Source::Q5_K ? every(1) : 0;
+            const int from = g % 2 * 4;
+            x.fill_words([&](int i) { return (word_at(pairs, i) >> from & every(15)) | (word_at(fifths, i) >> g & fifth) << 4; });
         }
     }
     return x;
@@ -197,7 +230,7 @@ bool pack_row(const SourceType& type, const uint8_t* row, int cols, Format forma
             const Group one = group_of(type.id, b, group % each);
             put_group(at, superblock, g, lane, one);
             if (type.id == Source::MXFP4 && f16_to_float(one.scale) != std::ldexp(1.0f, b[0] - 128))
-                fits = fits && std::all_of(one.q, one.q + kGroup, [](uint8_t q) { return q == 16; });
+                fits = fits && std::all_of(one.words, one.words + kGroup / 4, [](uint32_t word) { return word == every(16); });
             if (at.d >= 0) put_u16(superblock + at.d + 2 * lane, u16_at(b + scale_at(type.id)));
             if (at.dmin >= 0) put_u16(superblock + at.dmin + 2 * lane, u16_at(b + 2));
             continue;

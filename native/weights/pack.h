@@ -33,7 +33,8 @@ enum class Source : int {
     BF16 = 30,
     TQ1_0 = 34,
     TQ2_0 = 35,
-    MXFP4 = 39
+    MXFP4 = 39,
+    Q1_0 = 41
 };
 
 // What a file's matrices can be of. A test holds names and sizes against models/formats/gguf.py.
@@ -63,6 +64,7 @@ constexpr SourceType kSources[] = {
     {Source::TQ1_0, "TQ1_0", 256, 54, Format::I4S},
     {Source::TQ2_0, "TQ2_0", 256, 66, Format::I4S},
     {Source::MXFP4, "MXFP4", 32, 17, Format::I5S},
+    {Source::Q1_0, "Q1_0", 128, 18, Format::I4S},
 };
 
 // Keep: no value changes. The others apply to F32, F16 and BF16 sources only.

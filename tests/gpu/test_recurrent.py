@@ -38,6 +38,24 @@ CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_l
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": NET, "Lfm2": CONV, "Qwen3Next": {**NET, **MIXTURE}, "Qwen3_5Moe": {**NET, **MIXTURE},
     "Lfm2Moe": {**CONV, **MIXTURE, "num_dense_layers": 1},
+    "GraniteMoeHybrid": {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 96,
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "num_hidden_layers": 3,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
+    "NemotronH": {
+        "time_step_min": 1e-9,  # see docs/recurrent.md
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"], "head_dim": 16,
+        "num_hidden_layers": 5, "mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2,
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80,
+    },
+    "FalconH1": {
+        "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 16, "mamba_n_groups": 2,
+        "num_hidden_layers": 3, "mlp_multipliers": [0.6, 1.7], "ssm_multipliers": [0.5, 1.4, 0.7, 1.3, 0.4],
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4, "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6,
+    },
 }  # fmt: skip
 
 
@@ -167,6 +185,11 @@ def test_memory_is_bounded_and_known_beforehand(module: Any, model: Any, rng: np
         run(limited, [two], [text])
     assert limited.kv.length(two) == 0
     limited.close()
+    need = model.kv.growth(row, 40, settled=39)
+    tight = TransformersModel(module, name="tight", kv_memory=need)
+    run(tight, [tight.kv.alloc()], [text], last_only=True)  # of the others nothing is kept
+    assert tight.kv.bytes <= need < model.kv.growth(row, 40)
+    tight.close()
     for chunk in (text[:1], text[1:30], text[30:], text):
         growth, before = model.kv.growth(row, len(chunk)), model.kv.bytes
         run(model, [row], [chunk])
@@ -174,8 +197,11 @@ def test_memory_is_bounded_and_known_beforehand(module: Any, model: Any, rng: np
         model.kv.truncate(row, model.kv.length(row) - 1)
 
 
-def test_a_token_has_its_bits_whatever_is_computed_beside_it(device: str, rng: np.random.Generator) -> None:
-    """States, updates and results of a delta net: chunks with wrong tokens, a tree and other rows, and one by one."""
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta net", "state space"])
+def test_a_token_has_its_bits_whatever_is_computed_beside_it(
+    corrects: bool, device: str, rng: np.random.Generator
+) -> None:
+    """States, updates and results: chunks with wrong tokens, a tree and other rows, and one by one."""
     shape, n = StateShape(1, 4, 128, 2, 4, 24, 8), 40
     given = [rng.standard_normal((2 * n, *size)) for size in ((2, 24), (2, 24), (4, 8), (4,), (4,), (128,))]
     query, key, value, beta, decay, x = (torch.from_numpy(each).float().to(device) for each in given)
@@ -190,7 +216,7 @@ def test_a_token_has_its_bits_whatever_is_computed_beside_it(device: str, rng: n
         )  # fmt: skip
         step, at = Step(states, batch), torch.from_numpy(tokens).to(device)
         mixed = step.convolved(0, x[at], weight)
-        found = step.gone_over(0, query[at], key[at], value[at], beta[at], decay[at])
+        found = step.gone_over(0, query[at], key[at], value[at], beta[at], decay[at], corrects)
         step.end()
         return torch.cat([mixed, found.flatten(1)], 1)
 
@@ -237,7 +263,7 @@ def test_tokens_are_transformers_own(kind: str, device: str, rng: np.random.Gene
         for ids in tensors
     ]  # fmt: skip
     model = TransformersModel(module, name=kind)
-    assert (model._own is None) == (kind not in ("Qwen3_5", "Lfm2"))  # mixtures run through transformers' modules
+    assert (model._own is None) == (kind not in ("Qwen3_5", "Lfm2"))  # others run through transformers' modules
     for drafter in (None, "suffix+recycle"):
         given = {} if drafter is None else {"drafter": make(drafter, model), "size": 6}
         engine = Engine(model, prefill_chunk=37, prefix_rows=0, **given)

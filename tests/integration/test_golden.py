@@ -38,8 +38,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 DRAFTERS = ("ngram", "suffix", "eagle:demo", "suffix+eagle:demo")
 # Kinds of layers, by an architecture that has them: recurrent ones, mixtures, sinks, latents, caps, other heads.
-KINDS = ("qwen35", "lfm2", "granitehybrid", "qwen2moe", "gpt-oss", "deepseek2", "gemma2", "gemma4")
-KV_TYPES = ("bfloat16", "int8", "float32")
+KINDS = ("qwen35", "lfm2", "granitehybrid", "falcon-h1", "qwen2moe", "gpt-oss", "deepseek2", "gemma2", "gemma4")
+KV_TYPES = ("bfloat16", "float16", "int8", "int4", "float32")
 
 
 def paths() -> tuple[str, str]:

@@ -158,6 +158,11 @@ def test_another_machine() -> None:
     slow = Machine(bandwidth=1.0).cost(here, model)
     assert slow.width(1) == pytest.approx(1.0)
     assert Machine(card="H200").cost(here, model).width(1) < Machine(card="A100").cost(here, model).width(1)
+    model.info = replace(model.info, experts=64, used_experts=8, expert_bytes=10**7)
+    mixture = Machine(bandwidth=1.0).cost(here, model)
+    assert mixture.width(1) == pytest.approx(1.0 - 56e-2)
+    assert mixture.width(2) == pytest.approx(1.0 - 49e-2)
+    assert Machine(cores=4).cost(here, model).width(2) == pytest.approx(1e-3 * 51 / 44)
     for bad in ({"cores": 0}, {"bandwidth": -1.0}, {"card": "none"}):
         with pytest.raises(ParameterError, match=str(*bad.values())):
             Machine(**bad)

@@ -20,14 +20,14 @@ BLOCKS = {  # type -> (values, bytes) of a block
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "Q3_K": (256, 110), "IQ3_S": (256, 110),
-    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17),
+    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17), "Q1_0": (128, 18),
 }  # fmt: skip
 IDS = {name: number for number, (name, _, _) in TYPES.items()}
 # Where a block keeps its float16 scales: random bits there could be NaN or huge.
 HALVES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
     "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "Q3_K": [108], "IQ3_S": [0], "TQ1_0": [52],
-    "TQ2_0": [64], "MXFP4": [],
+    "TQ2_0": [64], "MXFP4": [], "Q1_0": [0],
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def random_bytes(rng: np.random.Generator, kind: str, rows: int, cols: int, scal
     raw = rng.integers(0, 256, (rows * (cols // values), size), dtype=np.uint8)
     spread = {
         "Q8_0": 74, "Q6_K": 32 * 74, "Q5_K": 31 * 18, "Q4_K": 31 * 9, "Q5_0": 9, "Q5_1": 18, "IQ4_NL": 70,
-        "IQ4_XS": 16 * 70, "Q3_K": 32 * 2, "IQ3_S": 16 * 8, "TQ1_0": 1, "TQ2_0": 1,
+        "IQ4_XS": 16 * 70, "Q3_K": 32 * 2, "IQ3_S": 16 * 8, "TQ1_0": 1, "TQ2_0": 1, "Q1_0": 1,
     }.get(kind, 5)  # fmt: skip
     if kind == "MXFP4":
         raw[:, 0] = rng.integers(118, 124, len(raw))
@@ -64,7 +64,11 @@ def packed(raw: Any, kind: str, rows: int, cols: int, target: str = "keep", head
 
 
 def dequantized(raw: Any, kind: str) -> Any:
-    """float32 [rows, cols] by the gguf package."""
+    """float32 [rows, cols] by the gguf package, but for Q1_0, which it does not unpack: a scale, then signs."""
+    if kind == "Q1_0":
+        blocks = raw.reshape(-1, 18)
+        signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+        return (signs * blocks[:, :2].copy().view(np.float16).astype(np.float32)).reshape(len(raw), -1)
     return gguf.quants.dequantize(raw, Type[kind])
 
 
@@ -265,7 +269,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             (names.convolution_bias, 192, 0.0), (names.decay, 4, -0.5), (names.dt_bias, 4, 0.0), (names.skip, 4, 1.0),
         ):  # fmt: skip
             vector(f"{at}{places[0][0]}", n, around)
-        out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
+        if names.normed is None:
+            out.add_tensor(f"{at}{names.norm[0][0]}", rng.normal(1, 0.1, (2, 64)).astype(np.float32))
 
     hidden = s["hidden"]
     matrix("token_embd.weight", s["vocab"], hidden)
@@ -301,7 +306,8 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for part in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "post_attn_norm", "post_ffn_norm"):
             there = part not in missing and (part == "attn_norm" or not single)
             if part in family.layer and there and (attends[i] or not part.startswith(("q_", "k_"))):
-                vector(f"blk.{i}.{family.layer[part][0]}.weight", norms.get(part, hidden))
+                ending = "" if part in family.bare else ".weight"
+                vector(f"blk.{i}.{family.layer[part][0]}{ending}", norms.get(part, hidden))
         if family.inputs:
             matrix(f"blk.{i}.inp_gate.weight", inputs, hidden)
             matrix(f"blk.{i}.proj.weight", hidden, inputs)
@@ -316,7 +322,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             stacked(f"blk.{i}.{family.latent.v_up}.weight", value, rank, s["heads"])
         if family.delta is not None and not attends[i]:
             net(i, family.delta)
-        if family.scan is not None and not attends[i] and not (single and feeds[i]):
+        if family.scan is not None and (family.scan.beside or not attends[i]) and not (single and feeds[i]):
             scan(i, family.scan)
         if family.conv is not None and not attends[i]:
             matrix(f"blk.{i}.{family.conv.matrices['in'][0]}.weight", 3 * hidden, hidden)

@@ -109,6 +109,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "moe_shared_expert_intermediate_size": 80, "norm_topk_prob": False,
     }),
+    "falcon_h1": ("FalconH1", {
+        "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 16, "mamba_n_groups": 2,
+        "head_dim": 24, "mlp_multipliers": [0.6, 1.7], "ssm_multipliers": [0.5, 1.4, 0.7, 1.3, 0.4],
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4, "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6,
+    }),
+    "falcon_h1-normed": ("FalconH1", {  # powers of 2, which change no digit of a weight
+        "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_ssm": None, "mamba_d_state": 32, "mamba_d_conv": 3,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_multipliers": [0.5, 2.0],
+        "ssm_multipliers": [0.5, 2.0, 0.25, 1.0, 4.0], "lm_head_multiplier": 0.5, "attention_in_multiplier": 0.5,
+    }),
     "ministral": ("Ministral", {
         "head_dim": 16,
         "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -483,6 +494,7 @@ ARCHITECTURES = {
     "Qwen3_5Moe": "qwen35moe",
     "GraniteMoeHybrid": "granitehybrid",
     "NemotronH": "nemotron_h",
+    "FalconH1": "falcon-h1",
 }  # general.architecture, where it is not the family's name
 
 
@@ -519,6 +531,7 @@ def test_gguf_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator)
     if frequencies is not None or name in (
         "qwen3_5",
         "qwen3_5_moe",
+        "falcon_h1",  # whose weights have been multiplied
     ):  # whose heads stand in another order, in which they are summed
         assert np.abs(folder - gguf).max() < 1e-4 * np.abs(folder).max()
     else:
@@ -585,7 +598,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, tiny: Tiny) ->
         with pytest.raises(ModelError, match=message):
             load_native(tmp_path)
     path = tiny.path()
-    for options in ({"kv_dtype": "int4"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
+    for options in ({"kv_dtype": "int2"}, {"quantize": "int3"}, {"threads": 0}, {"isa": "sse9"}, {"dtype": "int8"}):
         with pytest.raises(ParameterError):
             load_native(path, **options)  # type: ignore[arg-type]
 
@@ -609,7 +622,7 @@ def test_estimate(architecture: str, kind: str, tiny: Tiny) -> None:
     sizes = {"hidden": 256, "inner": 256, "head_dim": 64, "expert_inner": 256} if BLOCKS[kind][0] == 256 else {}
     if kind == "Q5_1" and architecture == "llama":
         sizes = {"head_dim": 24}  # heads are padded to 16
-    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"quantize": "int8"}):
+    for options in ({"kv_dtype": "float32"}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"quantize": "int8"}):
         model = tiny.load(kind, architecture, sizes, **options)
         info = model.info
         assert estimate(tiny.path(kind, architecture, **sizes), **options) == (

@@ -14,7 +14,7 @@ from outpace.models.families import FAMILIES
 KINDS = ["Q4_1", "Q8_0", "BF16"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_width_and_chunking(kind: str, kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load(kind, isa=isa, threads=2, kv_dtype=kv_dtype)
@@ -106,7 +106,13 @@ def test_trees(context: int, architecture: str, window: int, isa: str, tiny: Tin
 
 @pytest.mark.parametrize("keep", [[], [0], [0, 1, 3], [0, 2, 5], [1], [0, 9, 10, 11]])
 def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
-    cases = (("llama", "bfloat16"), ("llama", "float32"), ("llama", "int8"), ("deepseek2", "int8"))
+    cases = (
+        ("llama", "bfloat16"),
+        ("llama", "float16"),
+        ("llama", "float32"),
+        ("llama", "int8"),
+        ("deepseek2", "int8"),
+    )
     for architecture, kv_dtype in cases:
         model = tiny.load("Q4_1", architecture, isa=isa, threads=2, kv_dtype=kv_dtype)
         parents = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 0, 9, 10, 11, 5, -1, 14] if keep != [1] else [-1, -1]
@@ -121,7 +127,7 @@ def test_a_compacted_tree_is_its_chain(keep: list[int], isa: str, tiny: Tiny, rn
         assert np.array_equal(feed(model, tree, following), feed(model, chain, following))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 def test_freed_and_stale_memory_never_leaks(kv_dtype: str, isa: str, tiny: Tiny, rng: np.random.Generator) -> None:
     model = tiny.load("Q4_1", isa=isa, threads=2, kv_dtype=kv_dtype)
     tokens = rng.integers(0, 100, 100)

@@ -2,28 +2,82 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from native_helpers import Tiny, feed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Batch
+from outpace.models.native.model import load_native
 from tests.kv_machine import machine
 
 BLOCK = 64
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32", "int8", "int4"])
 def test_random_use(kv_dtype: str, tiny: Tiny) -> None:
     model, reference = (tiny.load("Q4_1", threads=1, kv_dtype=kv_dtype) for _ in range(2))
     chosen = settings(max_examples=40, stateful_step_count=25, deadline=None)
     sizes = (1, 2, 5, 30, 63, 64, 65)
     rows = machine(model, reference, sizes, 150, poison=lambda: model._handle.kv_poison())
     run_state_machine_as_test(rows, settings=chosen)
+
+
+@pytest.mark.parametrize(("architecture", "kv_dtype"), [("gpt-oss", "bfloat16"), ("gemma3", "int8")])
+def test_random_use_of_windows(architecture: str, kv_dtype: str, tiny: Tiny) -> None:
+    """Every other layer has a window, or all have one."""
+    options: Any = {"sizes": {"window": 20}, "threads": 1, "kv_dtype": kv_dtype}
+    model, reference = (tiny.load("Q8_0", architecture, **options) for _ in range(2))
+    chosen = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    sizes = (1, 2, 30, 63, 64, 65, 130)
+    rows = machine(model, reference, sizes, 400, poison=lambda: model._handle.kv_poison(), windows=True)
+    run_state_machine_as_test(rows, settings=chosen)
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=120, hidden_size=128, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.06,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).half().float().eval()
+
+
+def logits_of(model: LlamaForCausalLM, tokens: Any) -> Any:
+    with torch.inference_mode():
+        return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+
+
+def test_errors_of_cache_types(llama: LlamaForCausalLM, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Against transformers in float32: a model in float16 keeps what its weights have."""
+    llama.half().save_pretrained(tmp_path)
+    tokens = rng.integers(0, 120, 200)
+    expected = logits_of(llama.float(), tokens)
+    errors = {}
+    for kv_dtype in ("auto", "float32", "float16", "bfloat16", "int8"):
+        model = load_native(tmp_path, kv_dtype=kv_dtype, threads=1)
+        found = feed(model, model.kv.alloc(), tokens, 64)
+        errors[kv_dtype] = float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
+        assert model.info.kv_dtype == ("float16" if kv_dtype == "auto" else kv_dtype)
+        model.close()
+    assert errors["auto"] == errors["float16"] < errors["bfloat16"] / 3
+
+
+def test_what_float16_cannot_hold_stays_finite(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        for layer in llama.model.layers:
+            layer.self_attn.v_proj.weight *= 4e4
+    llama.save_pretrained(tmp_path)
+    model = load_native(tmp_path, kv_dtype="float16", threads=1)
+    assert np.isfinite(feed(model, model.kv.alloc(), np.arange(40))).all()
 
 
 def test_memory_is_bounded_and_given_back(tiny: Tiny) -> None:

@@ -29,13 +29,16 @@ HYBRIDS = ["qwen3_5", "lfm2", "nemotron_h-experts"]
 PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
 
 
-@pytest.fixture(scope="module", params=["dense", "int8", *HYBRIDS])
+@pytest.fixture(scope="module", params=["dense", "int8", "gemma3", *HYBRIDS])
 def load(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny: Tiny
 ) -> Callable[..., NativeModel]:
-    """Loads a model again: attention alone, in two types of keys and values; gated delta nets, convolutions, state
-    spaces beside it."""
-    if request.param in HYBRIDS:
+    """Loads a model again: attention alone, in two types of keys and values, and with windows; gated delta nets,
+    convolutions, state spaces beside it."""
+    if request.param == "gemma3":
+        path = tmp_path_factory.mktemp("windows")
+        saved(request.param, path, sliding_window=32)
+    elif request.param in HYBRIDS:
         path = tmp_path_factory.mktemp("hybrid")
         saved(request.param, path)
     else:
@@ -66,9 +69,11 @@ def test_exported_rows_go_on_with_the_same_bits(load: Callable[..., NativeModel]
         first.forward(Batch.pack([row], [part], [at], [True], last_only=True))
     ends = first.kv.state_ends(row)
     n = ends[-1] if layout.state_bytes else 200
+    seen = (n - layout.window + 1) // 64 if layout.window_bytes else n  # the first block that windows reach
     for block in range(-(-n // 64)):
-        data = memoryview(first.kv.export_block(row, block))
-        second.kv.import_block(other, data, min(64, n - 64 * block))
+        window = memoryview(exported(first, row, block, windowed=True)) if block >= seen else None
+        assert not seen <= block < n or second.kv.reachable(other, n) in (0, 64 * block)
+        second.kv.import_block(other, memoryview(exported(first, row, block)), min(64, n - 64 * block), window)
         second.kv.check()
     if layout.state_bytes:
         assert second.kv.reachable(other, n) == 0
@@ -82,12 +87,69 @@ def test_exported_rows_go_on_with_the_same_bits(load: Callable[..., NativeModel]
     first.kv.fork(row, fork, n)
     assert feed(second, other, text[n:230]).tobytes() == feed(first, fork, text[n:230]).tobytes()
     for block in range(230 // 64 + 1):
-        assert second.kv.export_block(other, block) == first.kv.export_block(fork, block)
+        assert exported(second, other, block) == exported(first, fork, block)
+        if block >= seen:
+            assert exported(second, other, block, windowed=True) == exported(first, fork, block, windowed=True)
+
+
+def exported(model: NativeModel, row: int, block: int, windowed: bool = False) -> bytes:
+    data = model.kv.export_block(row, block, windowed)
+    assert data is not None
+    return data
+
+
+def test_a_row_without_its_window_is_of_no_use_yet(tmp_path: Path, text: list[int]) -> None:
+    saved("gemma3", tmp_path, sliding_window=32)
+    model, other = load_native(tmp_path, threads=1), load_native(tmp_path, threads=1)
+    row = model.kv.alloc()
+    feed(model, row, text[:192])
+    feed(model, row, text[192:193])
+    assert model.kv.export_block(row, 0, windowed=True) is None  # given back
+    row, taken = model.kv.alloc(), other.kv.alloc()
+    feed(model, row, text[:128])
+    other.kv.import_block(taken, memoryview(exported(model, row, 0)), 64)
+    other.kv.check()
+    assert other.kv.reachable(taken, 64) == 0
+    with pytest.raises(ValueError, match="has not taken its window"):
+        feed(other, taken, text[64:65])
+    window = memoryview(exported(model, row, 1, windowed=True))
+    other.kv.import_block(taken, memoryview(exported(model, row, 1)), 64, window)
+    other.kv.check()
+    assert other.kv.reachable(taken, 128) == 128
+    assert feed(other, taken, text[128:]).tobytes() == feed(model, row, text[128:]).tobytes()
+
+
+def test_only_the_windows_of_its_end_are_needed(tmp_path: Path, text: list[int]) -> None:
+    """A restart far past a window, what windows have passed gone from the disk; then what they need; then a row in
+    memory that begins alike, behind which is read."""
+    folder, params = tmp_path / "model", PARAMS.with_(max_tokens=150)
+    saved("gemma3", folder, sliding_window=32)
+    plain = Engine(load_native(folder, threads=1), prefix_rows=0)
+    prompt = text[:260]
+    cache = tmp_path / "cache"
+    with Engine(load_native(folder, threads=1), cache_dir=cache, prefill_chunk=100) as engine:
+        prompt = [*prompt, *served(engine, prompt, params).token_ids, 5]
+    expected = plain.generate(prompt, PARAMS).token_ids
+    for reused, kept in ((384, 2), (384, 0), (0, 9)):
+        with Engine(load_native(folder, threads=1), cache_dir=cache, prefill_chunk=100) as engine:
+            found = served(engine, prompt)
+            wait(engine)
+            assert (found.token_ids, found.stats.reused_tokens) == (expected, reused)
+            assert engine.snapshot().disk.damaged == 0  # type: ignore[union-attr]
+        windows = sorted(cache.rglob("*.window"), key=lambda path: path.stat().st_mtime_ns)
+        for path in windows[: max(len(windows) - kept, 0)]:  # those that the two ends need served last
+            path.unlink()
+    with Engine(load_native(folder, threads=1), cache_dir=cache, prefix_rows=1, prefill_chunk=100) as engine:
+        assert served(engine, prompt).token_ids == expected
+        wait(engine)
+        served(engine, [*prompt[:150], *text[:100]])
+        found = served(engine, prompt)
+        assert (found.token_ids, found.stats.reused_tokens) == (expected, 384)
 
 
 def test_what_does_not_fit_a_row_is_refused(tiny: Tiny) -> None:
     model = tiny.load("Q4_1", threads=1)
-    block = len(model.kv.export_block(filled(model), 0))
+    block = len(exported(model, filled(model), 0))
     row = model.kv.alloc()
     for data, positions in ((bytes(block - 1), 64), (bytes(block), 65), (bytes(block), 0)):
         with pytest.raises(ValueError, match="block"):
@@ -174,9 +236,9 @@ def test_a_damaged_file_is_never_used(
 ) -> None:  # fmt: skip
     with Engine(load(), cache_dir=tmp_path) as engine:
         expected = served(engine, text).token_ids
-    files = sorted(path for path, _ in kv_files.files(tmp_path))
-    states = [path for path in files if path.parent.name == "states"]
-    for path in states if states and damage != "flip" else files[:1]:
+    files = sorted((path for path, _ in kv_files.files(tmp_path)), key=lambda path: (path.suffix != ".block", path))
+    ends = [path for path in files if path.suffix != ".block"]  # states, or windows
+    for path in ends if ends and damage != "flip" else files[:1]:
         data = bytearray(path.read_bytes())
         if damage == "flip":
             data[int(rng.integers(0, len(data)))] ^= 1 << int(rng.integers(0, 8))

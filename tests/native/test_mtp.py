@@ -32,8 +32,8 @@ QWEN = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "post_norm": "mtp.norm",
 }  # fmt: skip
-FOLDERS = ("qwen3_next", "deepseek_v3", "glm4_moe_lite")  # of whose layers llama.cpp's converter leaves this one out
-FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "glm4_moe": "glm4moe"}
+FOLDERS = ("deepseek_v3", "glm4_moe_lite")  # of whose layers llama.cpp's converter leaves this one out
+FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "glm4_moe": "glm4moe"}
 
 
 def headed(name: str, folder: Path) -> tuple[Any, Any]:
@@ -159,6 +159,36 @@ def test_without_such_a_layer_it_is_refused(tmp_path: Path) -> None:
     model = load_native(tmp_path, threads=1)
     with pytest.raises(DrafterError, match="have no layer that drafts: use suffix"):
         NativeMtp(model)
+
+
+def test_a_file_that_came_without_it_is_refused_as_such(tmp_path: Path) -> None:
+    model = load_native(export(saved("deepseek_v3", tmp_path), "deepseek2", tmp_path / "m.gguf"), threads=1)
+    with pytest.raises(DrafterError, match=r"converter leaves out that of DeepSeek V3.*give the model's folder"):
+        NativeMtp(model)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *FOLDERS])
+def test_auto_drafts_with_it_from_folders_and_files(name: str, tmp_path: Path) -> None:
+    """Plain decoding's tokens at sizes that the policy chooses, in chains, and in small trees."""
+    module, layer = headed(name, tmp_path)
+    paths = [tmp_path]
+    if name in FAMILIES:
+        paths.append(export(module, FAMILIES[name], tmp_path / "m.gguf", head=layer))
+    for path in paths:
+        found = []
+        for spec, size in (("none", 0), ("auto", "auto"), ("auto", 3), ("suffix+mtp:branch=2", 6)):
+            model = load_native(path, threads=2)
+            assert model.drafts
+            drafter = build(parse(spec), DraftContext(model, None, LoadOptions(), 12))
+            assert spec != "auto" or drafter.name == "suffix+mtp"
+            with Engine(model, drafter=drafter, size=size, max_rows=2) as engine:
+                for i, prompt in enumerate(([1, 2, 3], [5, 1, 5, 2] * 5)):
+                    engine.add(prompt, SamplingParams(max_tokens=16, temperature=0.8 * i, seed=i, ignore_eos=True))
+                results = finished(engine)
+                found.append([result.token_ids for result in results.values()])
+                if size not in (0, "auto"):
+                    assert engine.stats.drafted > 0
+        assert all(each == found[0] for each in found), path
 
 
 def test_auto_takes_it_where_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,7 +168,7 @@ def test_forwards_of_every_format(kind: str, kv_dtype: str, tiny: Tiny, rng: np.
     forwards(tiny, rng, kind, kv_dtype, "llama", {**sizes, "head_dim": 64} if sizes else sizes)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "int4", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forwards_of_every_family(family: str, kv_dtype: str, tiny: Tiny, rng: np.random.Generator) -> None:
     for kind, sizes in (("Q4_1", {"window": 7} if family == "gemma3" else {}), ("BF16", {"heads": 6, "head_dim": 40})):

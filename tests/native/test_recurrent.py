@@ -17,7 +17,7 @@ from outpace.control.cost import Cost
 from outpace.drafters.forward.layers import LayersDrafter
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.engine.engine import Engine
-from outpace.errors import DrafterError, ModelError
+from outpace.errors import DrafterError, MemoryLimitError, ModelError
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
 from outpace.params import SamplingParams
@@ -29,9 +29,9 @@ PATHS = ([0, 2, 5], [0, 1, 3, 6], [8], [])
 KEPT = 64  # kPending in native/runtime/states.h
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "lfm2", "nemotron_h-experts"])
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2", "nemotron_h-experts", "falcon_h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gated delta nets; short convolutions; state spaces."""
+    """Gated delta nets; short convolutions; state spaces, in the place of attention and beside it."""
     path = tmp_path_factory.mktemp("hybrid")
     saved(request.param, path)
     return path
@@ -186,6 +186,27 @@ def test_memory_is_bounded_and_known_beforehand(folder: Path, rng: np.random.Gen
         model.kv.truncate(row, model.kv.length(row) - 1)
     model.kv.fork(row, other, model.kv.length(row))
     assert model.kv.growth(other, 1) > model.kv.growth(other, 0) == 0
+
+
+def test_a_prompt_takes_no_records_of_tokens_that_settle(folder: Path) -> None:
+    """A chunk whose last output alone is wanted fits where one token of it does."""
+    roomy = load_native(folder, threads=1)
+    row, text = roomy.kv.alloc(), np.arange(60, dtype=np.int32)
+    need = roomy.kv.growth(row, 60, settled=59)
+    assert need == roomy.kv.growth(row, 1) < roomy.kv.growth(row, 60)
+    tight = load_native(folder, threads=1, kv_memory=need)
+    row = tight.kv.alloc()
+    with pytest.raises(MemoryLimitError, match=f"takes {roomy.kv.growth(0, 60)} bytes .* only {need} of {need} are"):
+        run(tight, [row], [text])
+    tight.forward(Batch.pack([row], [text], [0], [True], last_only=True))
+    assert tight.kv.bytes <= need
+    tight.close()
+    prompt, limit = list(range(60)), roomy.kv.bytes_for(63)
+    answers = []
+    for memory in (None, limit):
+        with Engine(load_native(folder, threads=1, kv_memory=memory), max_rows=1, prefill_chunk=64) as engine:
+            answers.append(engine.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True)).token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_some_layers_alone_are_refused(folder: Path) -> None:

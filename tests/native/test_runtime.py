@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from native_helpers import Tiny, feed
@@ -129,7 +130,7 @@ def test_types_of_weights_are_those_of_the_reader() -> None:
     """Names, numbers and block sizes stand in weights/pack.h and in formats/gguf.py."""
     known = _native.source_types()
     assert {number: TYPES[number] for number in known} == known
-    assert len(known) == 18
+    assert len(known) == 19
 
 
 def test_estimates_of_what_cannot_be_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +141,37 @@ def test_estimates_of_what_cannot_be_packed(tiny: Tiny, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="not possible"):
         _native.packed_bytes(3, 1 << 40, 256)
     monkeypatch.setattr(build, "READ", ("F32",))
-    with pytest.raises(ModelError, match=r"a matrix of type Q4_1 \(F32 are read\)"):
+    with pytest.raises(ModelError, match=r"a matrix of type Q4_1, which is not read \(F32 are read\): get"):
         build.estimate(tiny.path("Q4_1"))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"])
+def test_types_whose_values_no_format_has_are_refused_with_what_to_do(kind: str, tmp_path: Path) -> None:
+    number, (_, values, size) = next((number, each) for number, each in TYPES.items() if each[0] == kind)
+    out = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for key, value in (
+        ("block_count", 1),
+        ("embedding_length", 256),
+        ("feed_forward_length", 256),
+        ("context_length", 9),
+    ):
+        out.add_uint32(f"llama.{key}", value)
+    out.add_uint32("llama.attention.head_count", 4)
+    out.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    raw = np.zeros((256, 256 // values * size), np.uint8)
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for name in ("token_embd.weight", *(f"blk.0.{part}.weight" for part in parts)):
+        out.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType(number))
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
+        out.add_tensor(name, np.ones(256, np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    problem = f"a matrix of type {kind}, whose values none of the formats in memory has.*--allow-requantize FILE"
+    with pytest.raises(ModelError, match=problem):
+        load(str(tmp_path / "m.gguf"), LoadOptions(backend="native"))
+    assert GGUFFile.open(tmp_path / "m.gguf").dequantize("token_embd.weight").shape == (256, 256)  # as torch unpacks it
 
 
 # What a child of os.fork does with models that were loaded, and have computed, in its parent.

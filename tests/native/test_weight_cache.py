@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ def said(path: Path, **options: Any) -> Any:
     model = load_native(path, threads=2, **options)
     logits = feed(model, model.kv.alloc(), TOKENS)
     model.close()
+    weight_cache.settle()
     return logits
 
 
 def files(cache: Path) -> list[Path]:
+    weight_cache.settle()
     return sorted(cache.iterdir()) if cache.is_dir() else []
 
 
@@ -83,6 +86,27 @@ def test_logits_from_kept_weights_are_those_of_the_file(
     assert np.array_equal(said(path), plain)
     assert packing.calls == before > 0
     assert [entry.name for entry in weight_cache.entries(cache)] == [path.name]
+
+
+def test_a_model_answers_while_its_weights_are_written(
+    cache: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path, go, write = tiny.path("Q4_1", **SIZES), threading.Event(), packed.write
+
+    def waiting(*arguments: Any) -> None:
+        assert go.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(packed, "write", waiting)
+    model = load_native(path, threads=2)
+    logits = feed(model, model.kv.alloc(), TOKENS)
+    model.close()
+    assert not list(cache.glob("*.packed"))
+    assert re.search(r"of packed weights go to .*OUTPACE_WEIGHT_CACHE=0", caplog.text)
+    threading.Timer(0.1, go.set).start()
+    assert np.array_equal(said(path), logits)  # which waits for that file
+    assert "packed weights mapped from" in caplog.text or "packed weights copied from" in caplog.text
 
 
 @pytest.mark.parametrize(("huge", "how"), [(2.0, "copied"), (-1.0, "mapped")])

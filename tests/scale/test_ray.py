@@ -48,7 +48,8 @@ def test_answers_are_those_of_one_server(ray: Replicas) -> None:
     for kind in KINDS:
         assert same(stream(ray.url, request(kind))[0], stream(url, request(kind))[0])
     body = request("seeded").body
-    ours, direct = (httpx.post(f"{each}/v1/chat/completions", json=body, timeout=300) for each in (ray.url, url))
+    paths = (f"{ray.url}/chat/completions", f"{url}/v1/chat/completions")  # the first as base URLs without /v1 give it
+    ours, direct = (httpx.post(each, json=body, timeout=300) for each in paths)
     assert ours.json()["choices"] == direct.json()["choices"]
     assert httpx.get(f"{ray.url}/v1/models").json()["data"][0]["id"] == "demo"
     refused = httpx.post(f"{ray.url}/v1/chat/completions", json={**body, "temperature": -1})

@@ -23,7 +23,7 @@ class Texts:
     """A row's token ids stand for its keys and values."""
 
     settle = KVCache.settle
-    block, limit, recurrent = 1, None, False
+    block, limit, recurrent, windowed = 1, None, False, False
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Claude Code, Codex, OpenCode and Qwen Code, unmodified from their packages: they read a file, edit it and end.
+"""Claude Code, Codex, OpenCode, Qwen Code and Cline, unmodified from their packages: they read a file, edit it and end.
 
 A model that calls tools well is too large for a test, so a script says what it would; all else is real.
 """
@@ -16,11 +16,11 @@ import pytest
 
 from outpace.server.engines.generation import Observer
 from outpace.server.errors import APIError
-from tests.server.foreign import skip
+from tests.server.foreign import PROGRAMS, Client
 from tests.server.scripted import scripted
 from tests.server.serving import serving
+from tests.server.table import recorded
 
-PROGRAMS = Path(__file__).parents[2] / ".venv" / "npm" / "node_modules" / ".bin"
 TASK, END = "Read note.txt and make the sky blue.", "The sky is blue now."
 
 
@@ -31,9 +31,10 @@ class Agent:
     options: list[str]
     calls: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # of its home
 
 
-def call(name: str, **arguments: str) -> str:
+def call(name: str, **arguments: object) -> str:
     return f"<tool_call>[{json.dumps({'name': name, 'arguments': arguments})}]</tool_call>"
 
 
@@ -63,6 +64,18 @@ def opencode(url: str, note: str) -> Agent:
     )
 
 
+def cline(url: str, note: str) -> Agent:
+    settings = {"provider": "openai-compatible", "apiKey": "none", "model": "demo", "baseUrl": f"{url}/v1"}
+    own = {"settings": settings, "updatedAt": "2026-11-28T00:00:00.000Z", "tokenSource": "manual"}
+    providers = {"version": 1, "lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": own}}
+    return Agent(
+        [TASK],
+        [call("read_files", files=[{"path": note}]), call("editor", path=note, old_text="red", new_text="blue")],
+        {"CLINE_SESSION_BACKEND_MODE": "local"},  # no daemon, which would outlive it
+        {".cline/data/settings/providers.json": json.dumps(providers)},
+    )
+
+
 def qwen(url: str, note: str) -> Agent:
     return Agent(
         ["-p", TASK, "--yolo", "--auth-type", "openai"],
@@ -81,11 +94,20 @@ class Refused(Observer):
         self.messages.append(error.message)
 
 
-@pytest.mark.parametrize("agent", [claude, codex, opencode, qwen])
-def test_a_coding_agent_reads_a_file_edits_it_and_ends(tmp_path: Path, agent: Callable[[str, str], Agent]) -> None:
-    program = PROGRAMS / agent.__name__
-    if not program.exists():
-        skip(agent.__name__, "clients")
+AGENTS = [
+    (claude, Client("Claude Code", "npm", "@anthropic-ai/claude-code")),
+    (codex, Client("Codex", "npm", "@openai/codex")),
+    (opencode, Client("OpenCode", "npm", "opencode-ai")),
+    (qwen, Client("Qwen Code", "npm", "@qwen-code/qwen-code")),
+    (cline, Client("Cline", "npm", "cline")),
+]
+
+
+@pytest.mark.parametrize(("agent", "client"), AGENTS, ids=[agent.__name__ for agent, _ in AGENTS])
+def test_a_coding_agent_reads_a_file_edits_it_and_ends(
+    tmp_path: Path, agent: Callable[[str, str], Agent], client: Client
+) -> None:
+    assert client.version
     work = tmp_path / "work"
     work.mkdir()
     note = work / "note.txt"
@@ -103,11 +125,15 @@ def test_a_coding_agent_reads_a_file_edits_it_and_ends(tmp_path: Path, agent: Ca
     refused = Refused()
     with serving(scripted(script), observers=[refused], any_name=True) as running:
         started = agent(running.url, str(note))
-        others = ("ANTHROPIC", "CLAUDE", "CODEX", "OPENAI", "OPENCODE", "QWEN", "XDG")
+        for name, text in started.files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        others = ("ANTHROPIC", "CLAUDE", "CLINE", "CODEX", "OPENAI", "OPENCODE", "QWEN", "XDG")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         environment |= {"HOME": str(tmp_path), "PWD": str(work), "DO_NOT_TRACK": "1", **started.environment}
+        command = [PROGRAMS / agent.__name__, *started.options]
         done = subprocess.run(
-            [program, *started.options], env=environment, cwd=work, stdin=subprocess.DEVNULL, capture_output=True,
+            command, env=environment, cwd=work, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, timeout=240, check=False,
         )  # fmt: skip
         running.at_rest()
@@ -116,3 +142,4 @@ def test_a_coding_agent_reads_a_file_edits_it_and_ends(tmp_path: Path, agent: Ca
     assert [prompt.count("<tool_response>") for prompt in prompts] == [0, 1, 2]
     assert "The sky is red." in prompts[1].partition("<tool_response>")[2]
     assert refused.messages == []
+    recorded(client, ["whole task"])

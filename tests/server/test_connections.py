@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -34,13 +38,53 @@ def connect(running: Running, source: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection(running.server.address, timeout=30, source_address=(source, 0))
 
 
-@pytest.mark.parametrize("sent", [b"", b"\r\n", HEAD, b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"])
-def test_who_does_not_ask_is_let_go(few: Running, sent: bytes) -> None:
-    """Silent, half of the headers, and a body that nobody waits for."""
+ASKS = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [(b"", [408]), (b"\r\n", [400]), (HEAD, [408]), (ASKS + b"content-length: 9\r\n\r\n", [200]),
+     (ASKS + b"\r\n" + HEAD, [200, 408])],
+)  # fmt: skip
+def test_who_does_not_ask_is_let_go(few: Running, sent: bytes, answers: list[int]) -> None:
+    """Silent, half of the headers, a body that nobody waits for, and half of a second request."""
     with connect(few) as connection:
         connection.sendall(sent)
-        while connection.recv(4096):
-            pass
+        found = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", found)] == answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_connection_gets_its_answer(few: Running, stream: bool) -> None:
+    with connect(few) as connection:
+        connection.sendall(_request({**ENDLESS, "max_tokens": 300, "stream": stream}))
+        connection.shutdown(socket.SHUT_WR)
+        response = http.client.HTTPResponse(connection)
+        response.begin()  # past interim answers, as a client reads them
+        text = response.read().decode()
+    assert response.status == 200
+    assert text.endswith("data: [DONE]\n\n") if stream else json.loads(text)["usage"]["completion_tokens"] == 300
+    few.at_rest()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_has_its_answer_cancelled(few: Running, stream: bool) -> None:
+    """Though it ends as a half-closed one does: with nothing left unread."""
+    few.at_rest()
+    steps: list[int] = []
+    few.on_step(lambda record: steps.append(1))
+    with connect(few) as connection:
+        connection.sendall(_request({**ENDLESS, "max_tokens": 3000, "stream": stream}))
+        while not steps:
+            time.sleep(0.005)
+    few.at_rest()
+    few.on_step(None)
+    assert len(steps) < 2900
+
+
+def _request(body: dict[str, object]) -> bytes:
+    text = json.dumps(body).encode()
+    return HEAD.replace(b"/tokenize", b"/v1/completions") + b"content-length: %d\r\n\r\n" % len(text) + text
 
 
 @pytest.mark.parametrize(("keep_alive", "headers"), [(1, 600.0), (600, 0.1)])

@@ -123,7 +123,7 @@ def test_the_fingerprint_names_what_the_bits_depend_on(path: str, monkeypatch: p
 
     plain = of()
     assert f"-a{native.ARITHMETIC}-" in plain
-    assert len({plain, of(kv_dtype="float32"), of(kv_dtype="int8")}) == 3
+    assert len({plain, *(of(kv_dtype=kind) for kind in ("float16", "float32", "int8"))}) == 4
     monkeypatch.setenv("OUTPACE_ISA", native.usable_isas()[-1])
     assert of() == plain
     with Tiny() as tiny:

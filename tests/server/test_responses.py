@@ -238,3 +238,13 @@ def test_what_codex_asks_beside_changes_nothing(demo: Running, tools: list[dict[
 def test_what_is_wrong_is_named(demo: Running, more: dict[str, Any], param: str) -> None:
     error = demo.answer("/v1/responses", {"input": INPUT, "max_output_tokens": 2, **more}, 400)["error"]
     assert error["param"] == param, error
+
+
+def test_codexs_private_tools_are_refused_with_a_remedy(demo: Running) -> None:
+    """As Codex 0.171 sends them to its default model."""
+    tools = [{"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]}]
+    own = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": tools}
+    body = {"model": "demo", "input": [own, {"type": "message", "role": "user", "content": "Hi"}]}
+    error = demo.answer("/v1/responses", body, 400)["error"]
+    assert error["param"] == "input"
+    assert "codex -m NAME" in error["message"]

@@ -111,7 +111,7 @@ def test_an_engine_tells_its_policy() -> None:
             if step.rows:
                 nodes[len(step.rows)] += sum(len(row.kept) for row in step.rows)
             if len(step.rows) == 2:
-                why.setdefault(stretch, set()).update(row.why for row in step.rows)
+                why.setdefault(stretch, set()).update(row.why.split(":")[0] for row in step.rows)
 
         model = ToyModel(VOCAB)
         flat = Cost((1, 64), (1.0, 1.0 + 1e-6))

@@ -99,7 +99,9 @@ def _log(verbose: bool) -> None:
     """Log what takes a while, where a person waits."""
     if verbose or sys.stderr.isatty():
         logging.basicConfig(format="%(message)s", force=True)
-        logging.getLogger("outpace" if verbose else "outpace.control.cost").setLevel(logging.INFO)
+        shown = ["outpace"] if verbose else ["outpace.control.cost", "outpace.models.native.weight_cache.told"]
+        for name in shown:
+            logging.getLogger(name).setLevel(logging.INFO)
 
 
 @dataclass(frozen=True, slots=True)

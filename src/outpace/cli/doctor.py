@@ -122,6 +122,9 @@ def _print_cost(found: dict[str, Any]) -> None:
     cost = Cost(**found)
     longest = cost.ratio(cost.widths[-1], _CONTEXT)
     print(f"\nwhat a forward costs after {_CONTEXT} tokens (outpace doctor --measure measures anew):\n")
+    if cost.read:
+        print(f"  of a mixture of {cost.experts} experts, {cost.used} a token; tokens as unlike as these read:")
+        print("  " + ", ".join(f"{n:.0f} at width {w}" for w, n in zip(cost.widths, cost.read, strict=True)) + "\n")
     print("  width      ms  x width 1   tokens a step it needs to pay")
     for width in cost.widths:
         ratio = cost.ratio(width, _CONTEXT)

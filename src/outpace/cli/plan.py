@@ -57,6 +57,8 @@ def run(
     if costs is None:
         with load.engine("none") as engine:
             cost, about = measured(engine.model), f"{engine.model.info.name}, measured here"
+            if cost.read:
+                about += f" (of {cost.experts} experts, {cost.experts_read(most + 1):.0f} for {most + 1} unlike tokens)"
     else:
         widths = tuple(sorted(costs))
         cost, about = Cost(widths, tuple(costs[n] for n in widths)), "costs as given"

@@ -68,7 +68,9 @@ class Adaptive:
         slopes = (cost.row, cost.position, cost.position_width)
         longest = math.inf if stretch is None else stretch
         self._cost = cost
-        self._native = _fast.native.Policy(table, *line, *slopes, longest)
+        read = [cost.experts_read(n) for n in range(last + 1)] if cost.read else []
+        mixture = (float(cost.experts), float(cost.used), cost.expert)
+        self._native = _fast.native.Policy(table, *line, *slopes, longest, *mixture, read=read)
         self._native.explain = explain
 
     @property

@@ -5,8 +5,10 @@ A forward of B rows with N new tokens in all is modelled as
 
     seconds = width(N) + row * (B - 1) + sum over rows of context_i * (position + position_width * width_i)
 
-``width`` is a table over measured totals, joined by straight lines and never falling; the rest are slopes. What
-disturbs a machine only ever adds, so a cell's time is its least, and no width costs more than a greater one.
+``width`` is a table over measured totals, joined by straight lines and never falling; the rest are slopes. A mixture's
+table holds for the experts that its forwards read (``read``), and ``expert`` is what one more or less takes: the
+difference between a forward of tokens that choose others and one of tokens that choose the same. What disturbs a
+machine only ever adds, so a cell's time is its least, and no width costs more than a greater one.
 
 Long because measuring, keeping and distrusting a table belong together.
 """
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from outpace.models import host
 from outpace.models.base import Batch
 
 if TYPE_CHECKING:
-    from outpace.models.base import Model
+    from outpace.models.base import Model, ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,11 @@ FEW_WIDTHS = (1, 2, 4, 8, 16, 32)  # where there is no time for all
 SHORT, LONG = 32, 512  # contexts
 BUDGET = 1.6  # seconds that measuring may take; what does not fit is left to the steps themselves
 ROUNDS = 6  # at most
+FEW = 4  # tokens of a slow mixture's only narrow forward
+ALIKE = 8  # at most so many tokens that choose the same experts
 AGREE = 0.05  # the two least times of a cell do, when no further apart: if all do, the moment was a steady one
 MOMENTS = 8  # a machine that was busy at so many is not measured again
-VERSION = 5  # of the file's format and of the protocol
+VERSION = 6  # of the file's format and of the protocol
 OLDEST = 30 * 86_400.0  # seconds for which a table is believed
 
 Progress = Callable[[str], None]
@@ -52,13 +56,21 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a forward. ``widths``: totals of new tokens, ascending from 1; ``seconds``: theirs, at no context."""
+    """Seconds of a forward. ``widths``: totals of new tokens, ascending from 1; ``seconds``: theirs, at no context.
+
+    Of a mixture: ``experts`` in a layer, ``used`` by a token; ``read``: how many the forwards of these widths read;
+    ``expert``: seconds of one more in every layer. All empty or 0: there is none, or its forwards do not count them.
+    """
 
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
     row: float = 0.0  # for each row beyond the first
     position: float = 0.0  # for each cached position of a row
     position_width: float = 0.0  # for each cached position and new token
+    experts: int = 0
+    used: int = 0
+    expert: float = 0.0
+    read: tuple[float, ...] = ()
     steady: bool = field(default=True, compare=False, repr=False)  # whether it need not be measured again
     moments: int = field(default=1, compare=False, repr=False)  # number of times it was measured
     _table: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
@@ -81,6 +93,10 @@ class Cost:
         xs, ys = self.widths, self.seconds
         return (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else ys[-1] / xs[-1]
 
+    def experts_read(self, new: int) -> float:
+        """Experts in a layer that the table's forward of ``new`` tokens read; 0: that is not known."""
+        return float(np.interp(new, self.widths, self.read)) if self.read and new else 0.0
+
     def forward(self, widths: Sequence[int], contexts: Sequence[int]) -> float:
         """Seconds of a forward of rows with ``widths`` [B] new tokens after ``contexts`` [B] cached ones."""
         total = self.width(sum(widths)) + self.row * (len(widths) - 1)
@@ -100,7 +116,9 @@ class Cost:
         moments = self.moments + other.moments
         agree = all(max(pair) <= (1 + AGREE) * min(pair) for pair in pairs)
         steady = self.steady or agree or moments >= MOMENTS
-        return replace(wide, seconds=tuple(map(min, pairs)), steady=steady, moments=moments)
+        seconds, expert = tuple(map(min, pairs)), min(self.expert or math.inf, other.expert or math.inf)
+        expert = 0.0 if math.isinf(expert) else expert
+        return replace(wide, seconds=seconds, expert=expert, steady=steady, moments=moments)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
@@ -112,6 +130,9 @@ class Cost:
             return "it has no width 1, or not one time a width"
         if any(low >= high for low, high in itertools.pairwise(self.widths)):
             return "its widths do not ascend"
+        numbers += (self.expert, *self.read)
+        if self.read and len(self.read) != len(self.widths):
+            return "it has not one number of experts a width"
         if not all(math.isfinite(n) and n >= 0 for n in numbers) or min(self.seconds) <= 0:
             return "a time is zero, negative or not a number"
         for width, seconds in zip(self.widths, self.seconds, strict=True):
@@ -175,10 +196,10 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
 
     bench = _Bench(model)
     try:
-        first = bench.seconds(1)
+        first = bench.seconds(_Cell(1))
         if left() < 8 * (first + bench.prefill):
-            return replace(Cost.guess(min(first, bench.seconds(1)), bench.short, bench.prefill), steady=False)
-        least: dict[tuple[int, int, int], list[float]] = {(1, SHORT, 1): [first]}  # two times of each cell
+            return replace(_guessed(model.info, bench, first), steady=False)
+        least: dict[_Cell, list[float]] = {_Cell(1): [first]}  # two times of each cell
 
         def expected(widths: Sequence[int]) -> float:
             return sum(first + bench.prefill * w / bench.short for w in widths)
@@ -187,29 +208,57 @@ def measure(model: Model, budget: float = BUDGET) -> Cost:
         widths = fits if 3 * expected(fits) < left() else [w for w in fits if w in FEW_WIDTHS]
         while len(widths) > 2 and 2 * expected(widths) > left():
             widths.pop()
-        cells = [(w, SHORT, 1) for w in widths]
+        cells = [_Cell(w) for w in widths]
         if bench.prefill * LONG / bench.short < 0.3 * left() and bench.add(LONG):
-            cells += [(w, LONG, 1) for w in (1, 8, 16) if w <= bench.widest]
+            cells += [_Cell(w, LONG) for w in (1, 8, 16) if w <= bench.widest]
         if 3 * bench.prefill < 0.2 * left() and all(bench.add(SHORT) for _ in range(3)):
-            cells.append((1, SHORT, bench.rows(SHORT)))
+            cells.append(_Cell(1, SHORT, bench.rows(SHORT)))
+        if 0 < model.info.used_experts < model.info.experts and len(widths) > 1:
+            cells.append(_Cell(max(w for w in widths if w <= ALIKE), alike=True))
         steady = False
         for _ in range(ROUNDS):
             started = time.perf_counter()
             for cell in cells:
-                least[cell] = sorted([*least.get(cell, ()), bench.seconds(*cell)])[:2]
+                least[cell] = sorted([*least.get(cell, ()), bench.seconds(cell)])[:2]
             steady = all(len(two) > 1 and two[1] <= (1 + AGREE) * two[0] for two in least.values())
             if steady or left() < 1.2 * (time.perf_counter() - started):
                 break
     finally:
         bench.close()
-    return replace(_fit({cell: two[0] for cell, two in least.items()}), steady=steady)
+    cost = _fit({cell: two[0] for cell, two in least.items()})
+    return replace(cost, steady=steady, **_mixture(model.info, cost, least, bench.read))
 
 
-def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
-    short = {w: t for (w, context, rows), t in times.items() if rows == 1 and context == SHORT}
-    slopes = [
-        (w, (t - short[w]) / (LONG - SHORT)) for (w, context, _), t in times.items() if context == LONG and w in short
-    ]
+def _mixture(info: ModelInfo, cost: Cost, least: dict[_Cell, list[float]], read: dict[_Cell, float]) -> dict[str, Any]:
+    """What a mixture adds to its cost: see ``Cost``."""
+    same = next((cell for cell in least if cell.alike), None)
+    if same is None or not (fewer := read[same]):
+        return {}
+    more = read[other := same._replace(alike=False)] - fewer
+    one = (least[other][0] - least[same][0]) / more if more >= 1 else 0.0
+    one = min(max(one, 0.0), cost.seconds[0] / info.used_experts)  # else it was a disturbed moment
+    count = tuple(read[_Cell(width)] for width in cost.widths)
+    return {"experts": info.experts, "used": info.used_experts, "expert": one, "read": count}
+
+
+def _guessed(info: ModelInfo, bench: _Bench, first: float) -> Cost:
+    """Of a model that is too slow for a table: of a prompt's forward, and of a mixture's few tokens, whose price lies
+    on no line between one's and that."""
+    least = {_Cell(1): [min(first, bench.seconds(_Cell(1)))]}
+    flat = Cost.guess(least[_Cell(1)][0], bench.short, bench.prefill)
+    if not 0 < info.used_experts < info.experts or min(bench.widest, bench.short - 1) < FEW:
+        return flat
+    for cell in (_Cell(FEW), _Cell(FEW, alike=True)):
+        least[cell] = [bench.seconds(cell)]
+    low, high = flat.seconds
+    cost = Cost((1, FEW, bench.short), (low, min(max(least[_Cell(FEW)][0], low), high), high))
+    return replace(cost, **_mixture(info, cost, least, bench.read))
+
+
+def _fit(times: dict[_Cell, float]) -> Cost:
+    alone = {(c.width, c.context): t for c, t in times.items() if c.rows == 1 and not c.alike}
+    short = {w: t for (w, context), t in alone.items() if context == SHORT}
+    slopes = [(w, (t - short[w]) / (LONG - SHORT)) for (w, context), t in alone.items() if context == LONG]
     position = position_width = 0.0
     if len(slopes) > 1:
         position_width, position = np.polyfit([w for w, _ in slopes], [s for _, s in slopes], 1).tolist()
@@ -218,11 +267,20 @@ def _fit(times: dict[tuple[int, int, int], float]) -> Cost:
     if len(bare) > 1 and max(bare) >= 0.5 * bare[0]:  # else the times make no sense, and `doubts` says so
         bare = np.minimum.accumulate(bare[::-1])[::-1].tolist()
     cost = Cost(tuple(sorted(short)), tuple(float(s) for s in bare), 0.0, position, position_width)
-    rows = max(r for _, _, r in times)
+    rows = max(cell.rows for cell in times)
     if rows == 1:
         return cost
-    beyond = times[1, SHORT, rows] - cost.forward([1] * rows, [SHORT] * rows)
+    beyond = times[_Cell(1, SHORT, rows)] - cost.forward([1] * rows, [SHORT] * rows)
     return Cost(cost.widths, cost.seconds, max(beyond / (rows - 1), 0.0), position, position_width)
+
+
+class _Cell(NamedTuple):
+    """What is measured together. ``alike``: all new tokens are one, so that they choose the same experts."""
+
+    width: int
+    context: int = SHORT
+    rows: int = 1
+    alike: bool = False
 
 
 class _Bench:
@@ -233,7 +291,10 @@ class _Bench:
         self.short = min(SHORT, max(model.info.max_length // 2, 1))
         self.widest = min(WIDTHS[-1], max(model.info.max_length - self.short - 1, 1))
         self._rows: dict[int, list[int]] = {SHORT: [], LONG: []}  # by context
-        self.prefill = 0.0  # seconds of a short row's prompt
+        self.read: dict[_Cell, float] = {}  # experts of a mixture
+        self.prefill = self.prefill_read = (
+            0.0  # seconds of a short row's prompt, and experts of its last 32 tokens or fewer
+        )
         try:
             self.prefill = self._fill(SHORT, self.short)
             self._room(self._rows[SHORT][0])
@@ -257,14 +318,15 @@ class _Bench:
     def rows(self, context: int) -> int:
         return len(self._rows[context])
 
-    def seconds(self, width: int, context: int = SHORT, rows: int = 1) -> float:
+    def seconds(self, cell: _Cell) -> float:
         """Wall time of one forward; the rows are as before afterwards, or a token longer."""
-        used = self._rows[context][:rows]
+        used = self._rows[cell.context][: cell.rows]
         lengths = [self._model.kv.length(row) for row in used]
-        batch = self._batch(used, width, lengths, wanted=True)
+        batch = self._batch(used, cell.width, lengths, wanted=True, alike=cell.alike)
         begun = time.perf_counter()
-        self._model.forward(batch)
+        output = self._model.forward(batch)
         spent = time.perf_counter() - begun
+        self.read[cell] = output.experts
         # A token more where layers are recurrent: the next forward replays it, as a step's does.
         for row, length in zip(used, lengths, strict=True):
             self._model.kv.truncate(row, length + self._model.kv.recurrent)
@@ -278,8 +340,9 @@ class _Bench:
         for at in range(0, tokens, 256):
             batch = self._batch([row], min(tokens - at, 256), [at], wanted=False)
             begun = time.perf_counter()
-            self._model.forward(batch)
+            output = self._model.forward(batch)
             spent = time.perf_counter() - begun
+            self.read[_Cell(tokens)] = output.experts
         return spent
 
     def _room(self, row: int) -> None:
@@ -293,9 +356,9 @@ class _Bench:
     def _drop(self, context: int) -> None:
         self._model.kv.free(self._rows[context].pop())
 
-    def _batch(self, rows: list[int], width: int, starts: list[int], *, wanted: bool) -> Batch:
-        vocabulary = self._model.info.vocab_size
-        tokens = [((np.arange(width) + start) * 7919 % vocabulary).astype(np.int32) for start in starts]
+    def _batch(self, rows: list[int], width: int, starts: list[int], *, wanted: bool, alike: bool = False) -> Batch:
+        vocabulary, steps = self._model.info.vocab_size, np.arange(width) * (not alike)
+        tokens = [((steps + start) * 7919 % vocabulary).astype(np.int32) for start in starts]
         return Batch.pack(rows, tokens, starts, [wanted] * len(rows))
 
     def close(self) -> None:
@@ -321,6 +384,7 @@ def _identity(model: Model) -> dict[str, Any]:
         "card": model.card,
         **({"strict": True} if model.strict else {}),
         "kv_bytes_per_position": info.kv_bytes_per_position,
+        "kv_dtype": info.kv_dtype,
         "max_length": info.max_length,
         "threads": model.threads,
         "instruction_set": model.isa,
@@ -350,6 +414,10 @@ def _read(path: Path) -> Cost | None:
             float(found["row"]),
             float(found["position"]),
             float(found["position_width"]),
+            int(found["experts"]),
+            int(found["used"]),
+            float(found["expert"]),
+            tuple(float(n) for n in found["read"]),
             steady=bool(found["steady"]),
             moments=int(found["moments"]),
         )

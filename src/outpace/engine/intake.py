@@ -114,14 +114,17 @@ def _announce(model: Source, beside: Sequence[tuple[str, LoadOptions]], options:
     """Log what loading will take; the target's device, and the bytes of all weights there. ``beside``: draft models."""
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]
-    per_position, weights = target.kv_bytes_per_position, target.weights
+    per_position, weights = target.kv_bytes_per_position - target.windowed, target.weights
+    windows = target.windowed * target.window
     for draft_model, draft_options in beside:
         drafter = estimate(draft_model, draft_options)
         parts.append(f"drafter {format_bytes(drafter.weights)}")
-        per_position += drafter.kv_bytes_per_position
+        per_position += drafter.kv_bytes_per_position - drafter.windowed
+        windows += drafter.windowed * drafter.window
         weights += drafter.weights if drafter.device == target.device else 0
     bound = "half of the free memory" if options.kv_memory is None else format_bytes(options.kv_memory)
-    log.info("memory: %s, KV %s a position, bounded by %s", ", ".join(parts), format_bytes(per_position), bound)
+    kv = f"{format_bytes(per_position)} a position" + (f" and {format_bytes(windows)} a row" if windows else "")
+    log.info("memory: %s, KV %s, bounded by %s", ", ".join(parts), kv, bound)
     return target.device, weights
 
 

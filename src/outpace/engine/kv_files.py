@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 LIMIT = 8 << 30  # bytes of all files, or a tenth of what is free on the disk, if that is less
 MAGIC = b"OUTPACEK"
-BLOCK, STATE = ".block", ".state"  # ends of the files' names
+BLOCK, WINDOW, STATE = ".block", ".window", ".state"  # ends of the files' names
 _LEAD = len(MAGIC) + 8 + 16
 _WAITING = 256 << 20  # bytes that wait to be written, at most
 _SPARE = 1 << 30  # bytes of the disk that are left to others
@@ -253,7 +253,7 @@ class KVFiles:
 
 def files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """All files of all models in ``folder``."""
-    for pattern in (f"*/*{BLOCK}", f"*/states/*{STATE}"):
+    for pattern in (f"*/*{BLOCK}", f"*/*{WINDOW}", f"*/states/*{STATE}"):
         for path in folder.glob(pattern):
             with suppress(OSError):
                 yield path, path.stat()

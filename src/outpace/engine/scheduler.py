@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from outpace.common.arrays import I32, common_prefix
@@ -73,7 +73,8 @@ def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> lis
 
 
 _READ = 0.05  # seconds of a step in which a row is read from the disk, at most
-_APART = 64  # positions that are worth a state kept where rows part; recurrent layers' alone
+_APART = 64  # positions that are worth keeping what recurrent layers or windows need where rows part
+_FAR = 1 << 26  # positions beyond any window
 PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
 
 
@@ -336,6 +337,7 @@ class Scheduler:
         self._top = 0  # rows that there ever were, at once
         one = kv.bytes_for(kv.block)
         self._block_bytes = kv.bytes_for(2 * kv.block) - one
+        self._full_bytes = kv.bytes_for(_FAR + kv.block) - kv.bytes_for(_FAR)  # of a block, in layers that see all
         self._state_bytes = one - self._block_bytes  # of a row beside its blocks; 0 where no layer is recurrent
         self._sure, self._sure_of = 0, list[Sequence]()  # steps for which there is memory, if these rows decode
 
@@ -358,9 +360,14 @@ class Scheduler:
 
     def most_positions(self) -> int | None:
         """The most positions that a row could ever have in the memory there is (None: no bound)."""
-        if self._memory is None:
+        if self._memory is None or self._kv.bytes_for(_FAR) <= self._memory:
             return None
-        return max(0, self._memory - self._state_bytes) // self._block_bytes * self._kv.block
+        least, most, block = 0, _FAR // self._kv.block, self._kv.block
+        while most - least > 1:  # blocks that fit, and that do not
+            middle = (least + most) // 2
+            fits = self._kv.bytes_for(middle * block) <= self._memory
+            least, most = (middle, most) if fits else (least, middle)
+        return least * block
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -433,7 +440,7 @@ class Scheduler:
             self._sure -= 1
             return True
         while (need := self._growth(plan)) > self._memory:
-            if not self._evict(need - self._memory):
+            if not self._evict(need - self._memory) and not self._shorten(plan):
                 break
         if need <= self._memory:
             return True
@@ -455,6 +462,15 @@ class Scheduler:
         self._leave(only)
         return False
 
+    def _shorten(self, plan: Plan) -> bool:
+        """Halve the longest chunk, where layers have windows, which a row need not hold more of than it reads at once;
+        whether there was one to halve."""
+        longest = max(range(len(plan.chunks)), key=lambda i: plan.chunks[i].count, default=-1)
+        if not self._kv.windowed or longest < 0 or plan.chunks[longest].count <= LEAST:
+            return False
+        plan.chunks[longest] = replace(plan.chunks[longest], count=plan.chunks[longest].count // 2)
+        return True
+
     def _most_growth(self, plan: Plan, steps: int) -> float:
         """An upper bound of ``_growth`` after so many steps of these rows, which costs next to nothing."""
         block = self._kv.block
@@ -472,7 +488,13 @@ class Scheduler:
             total += self._kv.growth(sequence.row, _width(sequence))
             if not sequence.paused:
                 total += self._drafting.growth(sequence, sequence.length + sequence.size)
-        return total + sum(self._kv.growth(chunk.sequence.row, chunk.count) for chunk in plan.chunks)
+        return total + sum(self._chunk_growth(chunk) for chunk in plan.chunks)
+
+    def _chunk_growth(self, chunk: Chunk) -> int:
+        row, count = chunk.sequence.row, chunk.count
+        if not self._kv.recurrent or chunk.wanted:
+            return self._kv.growth(row, count)
+        return self._kv.growth(row, count, settled=count - 1)
 
     # -- rows come and go --------------------------------------------------------------------------------------------
 
@@ -485,7 +507,8 @@ class Scheduler:
             self.close()
         shared, common = self._known(sequence, *donor, shared)
         if (reading := self._on_disk(sequence, shared)) is not None:  # it goes on behind whole blocks
-            shared = common = 0 if self._kv.recurrent else shared // self._kv.block * self._kv.block
+            whole = 0 if self._kv.recurrent else shared // self._kv.block * self._kv.block
+            shared = common = whole if whole and self._kv.reachable(donor[0], whole) == whole else 0
         row = self._kv.alloc()
         self._top = max(self._top, row + 1)
         try:
@@ -594,14 +617,15 @@ class Scheduler:
             if (ready := self._kv.reachable(other.row, min(common, other.cached))) > best[1] and ready >= least:
                 best = (other.row, other), ready
             # Recurrent layers can be cut where a prompt ends, not within it.
-            if not other.decoding and common >= (other.length - 1 if self._kv.recurrent else least):
+            reads_on = not other.decoding and common > other.cached
+            if reads_on and common >= (other.length - 1 if self._kv.recurrent else least):
                 soon = max(soon, common)
         if shares and self.prefixes.most:
             row, shared = self.prefixes.find(begin, scope)
             alike = max(alike, shared)
             if shared and (shared := self._kv.reachable(row, shared)) > best[1]:
                 best = (row, None), shared
-        parts = self._kv.recurrent and alike - best[1] >= _APART
+        parts = (self._kv.recurrent or self._kv.windowed) and alike - best[1] >= _APART
         sequence.branch = alike if parts else 0  # who comes next can share so much
         return best[0], best[1], soon > best[1]
 
@@ -611,7 +635,7 @@ class Scheduler:
             return True
         block = self._block_bytes
         whole = self._kv.bytes_for(sequence.length + 1)
-        need = whole - shared // self._kv.block * block
+        need = whole - shared // self._kv.block * self._full_bytes
         need += (
             sum(self._kv.growth(s.row, 1) for s in self.running) if self._kv.recurrent else block * len(self.running)
         )

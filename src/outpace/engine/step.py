@@ -356,7 +356,7 @@ def commit(step: Step, outcomes: list[Outcome], ends: list[Extension]) -> None:
         if chunk.wanted:
             scored = [*(scored or [None]), *step.logprobs[len(outcomes) + j]]  # the first token follows nothing
         sequence.cached, sequence.prompt_logprobs = cached, scored
-        if cached == sequence.branch:
+        if cached == sequence.branch or (cached == sequence.length - 1 and core.model.kv.windowed):
             core.model.kv.keep(sequence.row)
 
 
@@ -399,7 +399,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if plan.chunks:
             read_prompts(step, body)
         if drafting.policy is not None:
-            core.rows.learn(draft, body)
+            core.rows.learn(draft, body, 0.0 if step.output is None else step.output.experts)
     clock.start("other")
     for sequence in plan.decoding:
         if sequence.row >= 0:

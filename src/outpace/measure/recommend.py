@@ -79,20 +79,21 @@ class Machine:
             raise ParameterError(Argument("card", self.card), f" is not known: use one of {', '.join(CARDS)}")
 
     def cost(self, here: Cost, model: Model) -> Cost:
-        """The cost of a step there: of reading all weights, or of the arithmetic, whichever takes longer."""
+        """The cost of a step there: of reading the weights, or of the arithmetic, whichever takes longer. A mixture's
+        step reads and computes with the experts that its tokens choose."""
         if self == Machine():
             return here
         info, token = model.info, here.last_slope
         if self.card is not None:
             bandwidth, flops = (_REACHED * figure for figure in CARDS[self.card])
-            parameters = info.weight_bytes / (4 if info.dtype == "float32" else 2 if "16" in info.dtype else 0.6)
+            parameters = info.read_bytes(1) / (4 if info.dtype == "float32" else 2 if "16" in info.dtype else 0.6)
             token, read = 2 * parameters / (flops * 1e12), 2 * parameters / (bandwidth * 1e9)
         else:
             token *= 1.0 if self.cores is None else (model.threads or 1) / self.cores
-            read = here.seconds[0] if self.bandwidth is None else info.weight_bytes / (self.bandwidth * 1e9)
-        faster = read / here.seconds[0]
+            read = here.seconds[0] if self.bandwidth is None else info.read_bytes(1) / (self.bandwidth * 1e9)
+        faster, wider = read / here.seconds[0], [info.read_bytes(width) / info.read_bytes(1) for width in costs.WIDTHS]
         return Cost(
-            costs.WIDTHS, tuple(max(read, token * width) for width in costs.WIDTHS),
+            costs.WIDTHS, tuple(max(read * more, token * n) for n, more in zip(costs.WIDTHS, wider, strict=True)),
             here.row * faster, here.position * faster, here.position_width * faster,
         )  # fmt: skip
 

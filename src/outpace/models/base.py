@@ -23,8 +23,10 @@ class ModelInfo:
 
     ``name``: as it was loaded; ``backend``: "transformers" or "native". ``vocab_size``: rows of the output head;
     ``hidden_size``, ``layers``: its sizes; ``max_length``: most positions a row can have; ``eos_ids``: tokens that end
-    an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position``: of a
-    row.
+    an answer. ``dtype`` and ``device``: of the weights, which take ``weight_bytes``; ``kv_bytes_per_position`` and
+    ``kv_dtype``: of a row's keys and values; the type is empty where the model's own decides. ``experts``: of a
+    mixture's layer, of which a token goes to ``used_experts``, and one of which has ``expert_bytes`` in all layers; 0:
+    there is none, or the backend does not count what its forwards read.
     """
 
     name: str
@@ -38,6 +40,17 @@ class ModelInfo:
     device: str
     weight_bytes: int
     kv_bytes_per_position: int
+    kv_dtype: str = ""
+    experts: int = 0
+    used_experts: int = 0
+    expert_bytes: int = 0
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a forward of ``tokens`` reads, where a mixture's choose their experts independently."""
+        if not self.experts:
+            return float(self.weight_bytes)
+        untouched = self.experts * (1 - self.used_experts / self.experts) ** tokens
+        return self.weight_bytes - untouched * self.expert_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,11 @@ class Output(Protocol):
         """How many threads the forward ended with; 0 where that is not known."""
         return 0
 
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the forward's tokens went to in a mixture's layer, on average; 0: not known."""
+        return 0.0
+
     def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
         """Put the verdicts of ``rows`` into them, as far as ``verify`` finds them.
 
@@ -232,11 +250,14 @@ _NOT_EXPORTED = "this cache exports nothing: see KVCache.layout"
 class KVLayout(NamedTuple):
     """What exported keys, values and states are.
 
-    ``block_bytes``, ``state_bytes``: of an exported block, and of recurrent states (0: there are none). ``made``:
-    everything beside the model's files that their bytes depend on.
+    ``block_bytes``, ``window_bytes``, ``state_bytes``: of an exported block, of one of windowed layers and of recurrent
+    states (0: there are none). ``window``: positions that windowed layers see, at most, the token itself among them.
+    ``made``: everything beside the model's files that their bytes depend on.
     """
 
     block_bytes: int
+    window_bytes: int
+    window: int
     state_bytes: int
     made: tuple[str, ...]
 
@@ -266,15 +287,21 @@ class KVCache(Protocol):
         """Whether the model has recurrent layers, so that rows can be cut in some places only."""
         return False
 
+    @property
+    def windowed(self) -> bool:
+        """Whether rows give back what windows have passed, so that they can be cut in some places only."""
+        return False
+
     def reachable(self, row: int, n: int) -> int:
         """The longest beginning of ``row``, of at most ``n`` positions, at which it can be cut or forked.
 
-        Anywhere, unless the model has recurrent layers, whose states go forward only.
+        Anywhere, unless the model has recurrent layers, whose states go forward only, or gives back what windows have
+        passed.
         """
         return min(max(n, 0), self.length(row))
 
     def keep(self, row: int) -> None:
-        """Where ``row``, whose prompt is being read, ends now stays reachable when it is read on, if memory allows."""
+        """Where ``row`` ends now stays reachable when it is read on or written, if memory allows."""
         return
 
     def truncate(self, row: int, n: int) -> None:
@@ -308,13 +335,16 @@ class KVCache(Protocol):
         """What is exported of rows; None: nothing can be."""
         return None
 
-    def export_block(self, row: int, block: int) -> bytes:
-        """The keys and values of ``block`` of ``row``, for ``import_block`` of a cache with the same layout."""
+    def export_block(self, row: int, block: int, windowed: bool = False) -> bytes | None:
+        """The keys and values of ``block`` of ``row``, of layers that see every position or of ``windowed`` ones, for
+        ``import_block`` of a cache with the same layout; None: the row has given it back."""
         raise ValueError(_NOT_EXPORTED)
 
-    def import_block(self, row: int, data: memoryview, positions: int) -> None:
-        """Lengthen ``row``, whose blocks are full, by the first ``positions`` of a block, its ``data``. With recurrent
-        layers the row was empty, and is of no use until ``import_state``. Raises MemoryLimitError."""
+    def import_block(self, row: int, data: memoryview, positions: int, window: memoryview | None = None) -> None:
+        """Lengthen ``row``, whose blocks are full, by the first ``positions`` of a block: its ``data``, and ``window``,
+        that of windowed layers, where windows at the end of what is imported reach it. The row is of no use before it
+        has all of those and, with recurrent layers, for which it was empty, before ``import_state``. Raises
+        MemoryLimitError."""
         raise ValueError(_NOT_EXPORTED)
 
     def state_ends(self, row: int) -> list[int]:
@@ -329,11 +359,14 @@ class KVCache(Protocol):
         """Give ``row``, which has just taken blocks, the states at its end, ``data``. Raises MemoryLimitError."""
         raise ValueError(_NOT_EXPORTED)
 
-    def growth(self, row: int, n: int) -> int:
-        """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included."""
+    def growth(self, row: int, n: int, settled: int = 0) -> int:
+        """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included, without those
+        that it gives back for them. ``settled``: of these positions, how many recurrent layers go over for good, as
+        they do of a prompt of which one output is wanted."""
 
     def bytes_for(self, positions: int) -> int:
-        """What a row of so many ``positions`` takes when it shares nothing."""
+        """What a row of so many ``positions`` takes when it shares nothing; reading more than a few at once may take
+        more for a while, where layers have windows."""
 
     def exclusive(self, rows: Sequence[int]) -> int:
         """Bytes that would be free if ``rows`` were: their blocks that no other row shares."""

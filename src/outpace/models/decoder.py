@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from outpace.models import families, layer_shapes, metadata, recurrent, rope
+from outpace.models import families, layer_shapes, metadata, multipliers, recurrent, rope
 from outpace.models import latent as latents
 from outpace.models.families import BIASES, KEYS, Family, Mixture
 from outpace.models.latent import Latent
 from outpace.models.layer_shapes import LayerShape
+from outpace.models.multipliers import NONE, Multipliers
 from outpace.models.recurrent import MOST_LAYERS, DeltaNet, ShortConv, StateSpace
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
@@ -38,6 +40,7 @@ REFUSED = {
     "use_bias": "its products have biases",
     "conv_bias": "its convolutions have biases",
     "mamba_proj_bias": "its state spaces' products have biases",
+    "projectors_bias": "its products have biases",
     "moe_latent_size": "its experts work in a space of another size",
 }
 
@@ -97,6 +100,7 @@ class Decoder:
     input_vocab: int = 0  # rows of their table
     norms: bool = True  # queries and keys have the norms that the family has for them
     beyond: int = 0  # layers behind the last one, which only draft
+    multipliers: Multipliers = NONE
     wrapped: bool = False  # it is the text's part of a model that reads images, too
 
     @property
@@ -126,7 +130,7 @@ class Decoder:
         return self.experts if self.mixed and (layer >= self.layers or self.mixed[layer]) else None
 
     def state(self, layer: int) -> DeltaNet | ShortConv | None:
-        """What a layer has in the place of attention; None: it attends."""
+        """What a layer has in the place of attention or beside it; None: it has attention alone."""
         return self.recurrence if layer < len(self.recurrent) and self.recurrent[layer] else None
 
     def shape(self, layer: int) -> LayerShape:
@@ -135,7 +139,11 @@ class Decoder:
 
     def stores(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own."""
-        return self.mixes(layer) and self.state(layer) is None and self.shape(layer).shares < 0
+        return self.attends(layer) and self.shape(layer).shares < 0
+
+    def attends(self, layer: int) -> bool:
+        net = self.state(layer)
+        return self.mixes(layer) and (net is None or (isinstance(net, StateSpace) and net.beside))
 
     def mixes(self, layer: int) -> bool:
         """Whether a layer has attention, or what stands in its place."""
@@ -162,6 +170,9 @@ class Decoder:
             }  # fmt: skip
             if not isinstance(net, StateSpace):
                 found["b"] = (net.value_heads, hidden)
+            elif net.beside:
+                found |= {"state_o": found["o"], "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+                found["o"] = (hidden, q)
         elif (a := self.latent) is not None:
             found = {
                 "q": (self.heads * (a.plain + a.rotated), a.q_rank or hidden), "k": (kv, hidden),
@@ -275,7 +286,7 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
         ),
         tied="output.weight" not in gguf.tensors,
         mixture=_gguf_experts(facts, gguf, family.mixture, layers, fed),
-        nets=recurrent.from_gguf(facts, family, layers, keys, fed),
+        nets=recurrent.from_gguf(facts, family, layers, keys, fed, _normed(gguf, family)),
         fed=fed,
         norms=family.norms_flag is None or "blk.0.attn_q_norm.weight" in gguf.tensors,
         beyond=beyond,
@@ -289,9 +300,13 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
 
 def from_folder(folder: Path, verdict: str) -> Decoder:
     """The decoder that a Hugging Face folder's config.json describes. Raises ModelError as ``from_gguf`` does."""
-    config = read_config(folder)
+    return from_config(folder, read_config(folder), verdict)
+
+
+def from_config(folder: Path, config: Mapping[str, Any], verdict: str) -> Decoder:
+    """As ``from_folder``, of a folder whose config.json would say ``config``."""
     text = families.text_part(config)
-    config = text or config
+    config = text or dict(config)
     facts = Facts(str(folder), config, verdict=verdict)
     named = families.named_class(config)
     family = families.of_class(str(named))
@@ -353,7 +368,14 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
         beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=MOST_LAYERS, least=0),
         tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None),
         wrapped=text is not None,
+        multiplied=multipliers.from_config(facts) if family.multiplied else NONE,
     )
+
+
+def _normed(gguf: GGUFFile, family: Family) -> bool:
+    """Whether what a file's state spaces give has a norm."""
+    rule = family.scan
+    return rule is None or rule.normed is None or f"blk.0.{rule.norm[_GGUF][0]}" in gguf.tensors
 
 
 def _has_own_head(folder: Path, family: Family, wrapped: bool) -> bool:
@@ -399,6 +421,7 @@ def _decoder(
     norms: bool,
     beyond: int,
     wrapped: bool = False,
+    multiplied: Multipliers = NONE,
 ) -> Decoder:
     """What both spellings have under names of their own, checked."""
 
@@ -431,10 +454,11 @@ def _decoder(
         heads=heads,
         by_layer=shapes,
         eps=facts.number(KEYS["eps"][spelling]),
-        attention_scale=factor("attention_scale", scale),
-        embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0),
+        attention_scale=factor("attention_scale", scale) * multiplied.scores,
+        embedding_scale=factor("embedding_scale", math.sqrt(hidden) if family.width_scales_embedding else 1.0)
+        * multiplied.embedding,
         residual_scale=factor("residual_scale", 1.0),
-        logit_divisor=factor("logit_divisor", 1.0),
+        logit_divisor=factor("logit_divisor", 1.0) / multiplied.logits,
         score_cap=cap("score_cap"),
         logit_cap=cap("logit_cap"),
         max_length=whole("max_length"),
@@ -453,6 +477,7 @@ def _decoder(
         input_vocab=inputs[1],
         norms=norms,
         beyond=beyond,
+        multipliers=multiplied,
         wrapped=wrapped,
     )
 

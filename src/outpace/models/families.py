@@ -194,7 +194,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
-    """Layers of state spaces (Mamba-2), in the place of attention: their tensors.
+    """Layers of state spaces (Mamba-2), in the place of attention or ``beside`` it: their tensors.
 
     Rows of ``into`` are the gate's, the inputs', B's, C's and the time steps'.
     """
@@ -214,6 +214,10 @@ class StateSpace:
     state: str = "mamba_d_state"
     taps: str = "mamba_d_conv"
     expand: str | None = "mamba_expand"
+    inner: str | None = None  # the key of that size, where config.json may say it itself
+    normed: str | None = None  # a key without which there is no norm; GGUF files have the norm or not
+    norm_first: str | None = None  # a key with which the norm comes before the gate, which is refused
+    beside: bool = False  # every layer has one beside attention
 
     @property
     def matrices(self) -> Names:
@@ -295,6 +299,8 @@ class Family:
     # A layer either mixes tokens or feeds them forward. Kinds stand in layers_block_type, or, a letter each, in
     # hybrid_override_pattern; GGUF files have 0 keys, or a feed-forward size of 0, where a layer has none.
     single: bool = False
+    multiplied: bool = False  # its config.json has ``multipliers``
+    bare: tuple[str, ...] = ()  # parts of a layer whose tensors' names do not end with ".weight" in GGUF files
     layers: str = SPELLINGS[1]  # of a part of a layer, in folders
     norm_offset: float = 0.0  # what safetensors leave out of norm weights; GGUF files have it added
     unit_scale: bool = False  # scores are not scaled
@@ -345,6 +351,7 @@ _INPUTS_OUTER: Names = {
 
 # How layer_types calls layers that attend, among state spaces.
 ATTENDING = ("full_attention", "attention")
+FEEDING = ("mlp", "moe")  # and those that only feed forward
 _LATENT: Names = {
     "q": ("attn_q_b", "self_attn.q_b_proj"), "k": ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
     "q_norm": ("attn_q_a_norm", "self_attn.q_a_layernorm"), "k_norm": ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
@@ -691,6 +698,28 @@ FAMILIES = (
             "layer_norm_epsilon": "rms_norm_eps", "num_local_experts": "n_routed_experts",
             "layer_types": "layers_block_type", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
             "mamba_conv_bias": "use_conv_bias",
+        },
+    ),
+    Family(
+        "falcon_h1", "FalconH1ForCausalLM", "falcon_h1",
+        {
+            **{part: _LAYER[part] for part in ("q", "k", "v", "o")},
+            **{part: (f"ffn_{part}", f"feed_forward.{part}_proj") for part in ("gate", "up", "down")},
+            "attn_norm": ("attn_norm", "input_layernorm"), "ffn_norm": ("ffn_norm", "pre_ff_layernorm"),
+        },
+        "falcon-h1", multiplied=True, bare=("ffn_norm",), biases=(),
+        scan=StateSpace(
+            inner="mamba_d_ssm", normed="mamba_rms_norm", norm_first="mamba_norm_before_gate", beside=True,
+        ),
+        outer={**OUTER, "final_norm": ("output_norm", "model.final_layernorm")},
+        refuses=("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"),
+        requires={"mamba_conv_bias": (True,)},
+        absent={
+            "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192, "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto",
+            "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+            "mamba_norm_before_gate": True, "mamba_rms_norm": False,
         },
     ),
     Family(

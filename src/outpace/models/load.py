@@ -57,11 +57,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the weights as loaded, and of one position of KV, both on ``device`` ("cpu", "cuda:1")."""
+    """Bytes of the weights as loaded, and of one position of KV, both on ``device`` ("cpu", "cuda:1"). ``windowed`` of
+    those of a position are kept for a row's last ``window`` positions alone, by layers that see no more."""
 
     weights: int
     kv_bytes_per_position: int
     device: str = "cpu"
+    windowed: int = 0
+    window: int = 0
 
 
 def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
@@ -223,10 +226,9 @@ def estimate(spec: StrPath | Source, options: LoadOptions | None = None) -> Memo
     if _backend_for(source, gguf, options, explain=False) == "native":
         from outpace.models.native import build
 
-        kv_dtype = "bfloat16" if options.kv_dtype == "auto" else options.kv_dtype
-        return MemoryEstimate(
-            *build.estimate(gguf or source.path, quantize=options.quantize, dtype=options.dtype, kv_dtype=kv_dtype)
-        )
+        given = {name: getattr(options, name) for name in ("quantize", "dtype", "kv_dtype")}
+        weights, position, windowed, window = build.estimate(gguf or source.path, **given)
+        return MemoryEstimate(weights, position, windowed=windowed, window=window)
     if gguf is not None:
         per_position = _gguf_reader(gguf).kv_numbers(gguf)
         size = _dtype_bytes(options, 2)
@@ -285,14 +287,12 @@ def _instead(
 def _refuse_for_all(source: Source, gguf: GGUFFile | None, error: ModelError | None = None) -> None:
     """Raise ModelError for what headers show that no backend serves. ``error``: why the native one does not."""
     architecture = None if gguf is None else gguf.architecture
-    recurrent, family = _recurs(source, gguf), _family(source, gguf)
-    scans = recurrent and family is not None and family.scan is not None
-    if recurrent and (scans or gguf is not None):
+    recurrent = _recurs(source, gguf)
+    if recurrent and gguf is not None:
         if error is not None:
             raise error
-        what = "state spaces, which the native backend alone has" if scans else "recurrent layers, which the native "
-        what += "" if scans else "backend alone reads from GGUF files"
-        other = "" if scans else ", or give the folder that the file was made from"
+        what = "recurrent layers, which the native backend alone reads from GGUF files"
+        other = ", or give the folder that the file was made from"
         raise ModelError(f"{source.name} has {what}: use ", Argument("backend", "native"), other)
     refuse_images(source.name, source.path, architecture)
     if not recurrent:
@@ -367,7 +367,7 @@ def _load_native(
         eos_ids=tokenizer.eos_ids,
         threads=None if runtime is not None else options.threads,
         kv_memory=options.kv_memory,
-        kv_dtype="bfloat16" if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=options.kv_dtype,
         max_length=options.max_length,
         quantize=options.quantize,
         dtype=options.dtype,

@@ -10,7 +10,7 @@ from outpace.common.parameter import Amount, Integer, Text, check, defined
 
 Backend = Literal["auto", "native", "transformers"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "bfloat16", "float32", "int8"]
+KVDType = Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"]
 Quantize = Literal["int8", "int4"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -46,7 +46,10 @@ class LoadOptions:
         None, "Bound of the KV cache, such as 2GiB.", Amount(1, remedy=_at_least(1).remedy), keyword="int | str | None",
         metavar="SIZE", parser=str,
     )  # fmt: skip
-    kv_dtype: KVDType = defined("auto", "Of keys and values: bfloat16 (auto), float32, int8.")
+    kv_dtype: KVDType = defined(
+        "auto",
+        "Of keys and values: bfloat16, float16, float32, int8, int4; auto: float16 for F16 weights, else bfloat16.",
+    )
     quantize: Quantize | None = defined(None, "int8 or int4: weights that are not quantised yet, native.")
     strict: bool = defined(False, "Transformers backend: same bits at any batch, width and chunking (slower).")
     max_length: int | None = defined(

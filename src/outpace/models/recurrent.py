@@ -56,10 +56,13 @@ class DeltaNet:
 class StateSpace(DeltaNet):
     """State spaces (Mamba-2): ``key_heads`` groups of B and C, of ``key_dim`` numbers each.
 
-    ``width``: of a head, which is padded with zeros to ``value_dim``.
+    ``width``: of a head, which is padded with zeros to ``value_dim``. ``normed``: what they give has a norm.
+    ``beside``: of layers that attend, too.
     """
 
     width: int = 0
+    normed: bool = True
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def from_config(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | S
 
 def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
     """What a folder's state spaces are, and which layers are such."""
-    kinds = facts.get("layer_types")
+    kinds = ["mamba"] * layers if rule.beside else facts.get("layer_types")
     scans = ("linear_attention", "mamba")
     known = (*scans, *ATTENDING, "mlp", "moe")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
@@ -111,14 +114,23 @@ def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[
     recurrent = tuple(kind in scans for kind in kinds)
     if not any(recurrent):
         return None, ()
+    normed = rule.normed is None or bool(facts.get(rule.normed))
+    if normed and rule.norm_first is not None and facts.get(rule.norm_first):
+        raise facts.fail(
+            f"its state spaces are normed before their gate ({rule.normed}, {rule.norm_first}), not behind it"
+        )
     limit = facts.get("time_step_limit")
     if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers' spelling is the last
         raise facts.fail(f"it limits time steps (time_step_limit {brief(limit)})")
     heads = facts.whole(rule.heads, most=_MOST_HEADS)
-    inner = facts.whole("hidden_size") * facts.whole(rule.expand) if rule.expand else 0
+    inner, said = 0, f"{rule.expand} times hidden_size"
+    if rule.inner and facts.get(rule.inner) is not None:
+        inner, said = facts.whole(rule.inner), rule.inner
+    elif rule.expand:
+        inner = facts.whole("hidden_size") * facts.whole(rule.expand)
     width = inner // heads if facts.get(rule.head_dim) == "auto" else facts.whole(rule.head_dim, most=_MOST_HEADS)
-    if rule.expand and width * heads != inner:
-        raise facts.fail(f"its state spaces' {heads} heads of {width} are not {rule.expand} times hidden_size, {inner}")
+    if inner and width * heads != inner:
+        raise facts.fail(f"its state spaces' {heads} heads of {width} are not {said}, {inner}")
     net = StateSpace(
         key_heads=facts.whole(rule.groups, most=_MOST_HEADS),
         value_heads=heads,
@@ -127,15 +139,18 @@ def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[
         taps=facts.whole(rule.taps, most=_MOST_TAPS),
         tiled=False,
         width=width,
+        normed=normed,
+        beside=rule.beside,
     )
     return _fitting(facts, net, recurrent)
 
 
 def from_gguf(
-    facts: Facts, family: Family, layers: int, keys: Any, fed: tuple[bool, ...]
+    facts: Facts, family: Family, layers: int, keys: Any, fed: tuple[bool, ...], normed: bool
 ) -> tuple[DeltaNet | ShortConv | None, tuple[bool, ...]]:
     """What a GGUF file's recurrent layers are, and which layers are such: those whose number of ``keys`` is 0, where
-    layers differ in it, and that are not ``fed``."""
+    layers differ in it, and that are not ``fed``; all, where a state space stands beside attention. ``normed``: what
+    state spaces give has a norm."""
     if family.conv is not None:
         if not isinstance(keys, np.ndarray) or len(keys) != layers:
             raise facts.fail(f"its {facts.prefix}attention.head_count_kv must have a number for each layer")
@@ -146,6 +161,8 @@ def from_gguf(
     if family.delta is not None:
         every = facts.whole("full_attention_interval", family.delta.attends_every)
         recurrent = tuple((i + 1) % every > 0 for i in range(layers))
+    elif family.scan is not None and family.scan.beside:
+        recurrent = (True,) * layers
     elif isinstance(keys, np.ndarray) and len(keys) == layers:
         recurrent = tuple(int(n) == 0 and not (fed and fed[i]) for i, n in enumerate(keys))
     else:
@@ -163,8 +180,9 @@ def from_gguf(
         taps=facts.whole("ssm.conv_kernel", most=_MOST_TAPS),
         tiled=family.delta is not None and family.delta.tiled,
     )
-    if family.delta is None:
-        net = StateSpace(**{**asdict(net), "value_dim": width + -width % _STATE_COLUMNS, "width": width})
+    if family.scan is not None:
+        padded = {**asdict(net), "value_dim": width + -width % _STATE_COLUMNS}
+        net = StateSpace(**padded, width=width, normed=normed, beside=family.scan.beside)
     return _fitting(facts, net, recurrent)
 
 
@@ -205,6 +223,6 @@ def _fitting(facts: Facts, net: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Ki
 
 def _attending(facts: Facts, kind: _Kind, recurrent: tuple[bool, ...]) -> tuple[_Kind, tuple[bool, ...]]:
     """Both, if some layer attends. Raises ModelError."""
-    if all(recurrent):
+    if all(recurrent) and not (isinstance(kind, StateSpace) and kind.beside):
         raise facts.fail(f"none of its {len(recurrent)} layers has attention (full_attention_interval, layer_types)")
     return kind, recurrent

@@ -20,7 +20,7 @@ _IMAGE_GGUF = frozenset(
 # Architectures in GGUF files, and kinds of layers in config.json, with a state that cannot go back to an earlier token.
 RECURRENT = frozenset(
     (
-        "mamba", "mamba2", "jamba", "falcon-h1", "kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
+        "mamba", "mamba2", "jamba", "kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7",
     )
 )  # fmt: skip
 RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
@@ -92,8 +92,8 @@ def refuse_recurrent(name: str, path: Path, architecture: str | None) -> None:
     if found:
         raise ModelError(
             f"{name} cannot be served exactly: it has recurrent layers ({found[0]}), and those of Qwen's models, "
-            "LFM2, Granite 4 and Nemotron-H alone can go back to an earlier token here: give such a model, or one with "
-            "attention alone"
+            "LFM2, Granite 4, Nemotron-H and Falcon-H1 alone can go back to an earlier token here: give such a model, "
+            "or one with attention alone"
         )
 
 

@@ -95,8 +95,9 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def check(schema: Any) -> None:
     """Raise GrammarError, which names the keyword, for values of keywords that are of a wrong type, and for a ``$ref``
-    that leads back to itself. A null is no value."""
+    that leads back to itself or to nothing. A null is no value."""
     waiting, seen, led = [schema], set[int](), set[int]()
+    lost, based = "", False  # a ``$id`` moves what pointers are relative to
     while waiting:
         node = waiting.pop()
         if not isinstance(node, dict) or id(node) in seen:
@@ -106,6 +107,9 @@ def check(schema: Any) -> None:
             if value is not None and (wanted := _wrong(word, value)):
                 raise GrammarError(f"the JSON schema's {word} is {str(value)[:80]}: give {wanted}")
             waiting += _children(word, value, schema)
+        pointer, based = node.get("$ref"), based or "$id" in node
+        if isinstance(pointer, str) and pointer.startswith("#/") and referred(pointer, schema) is None:
+            lost = lost or pointer
         way = set[int]()
         while isinstance(node, dict) and "$ref" in node and id(node) not in led:
             if id(node) in way:
@@ -113,6 +117,8 @@ def check(schema: Any) -> None:
             way.add(id(node))
             node = referred(node["$ref"], schema)
         led |= way
+    if lost and not based:
+        raise GrammarError(f"the JSON schema's $ref {lost[:80]} leads to nothing: define it there, under $defs say")
 
 
 def _wrong(word: str, value: Any) -> str:

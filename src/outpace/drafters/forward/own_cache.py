@@ -40,6 +40,7 @@ class OwnCache:
         the last one."""
         self._ensure(row)
         known = min(self._known(row, tokens), len(tokens) - 1)
+        known = self.model.kv.reachable(self._rows.cached()[row], known)
         self.truncate(row, known)
         return np.array(tokens[known:], np.int32)
 
@@ -115,9 +116,9 @@ class OwnCache:
         """``dst`` starts with what is known of the first n positions of ``src``; nothing where ``src`` is unknown."""
         self.release(dst)
         if src in self:
-            n = min(n, self.length(src))
             self._ensure(dst)
             cached = self._rows.cached()
+            n = self.model.kv.reachable(cached[src], min(n, self.length(src)))
             self.model.kv.fork(cached[src], cached[dst], n)
             self._rows.put(dst, cached[dst], self._rows.tokens(src)[:n])
 

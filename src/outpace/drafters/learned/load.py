@@ -17,6 +17,7 @@ from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
+from outpace.models.weights.facts import read_config
 from outpace.models.weights.hub import from_hub
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 METHODS_OF = {"dflash": "parallel", "dspark": "parallel"}  # names under which others publish our methods
 _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the target is native
     "eagle": {True: "native:NativeEagle", False: "networks.eagle:TorchEagle"},
@@ -45,12 +47,35 @@ def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     if spec.name == "eagle" and path in shipped.NAMES:
         path = str(shipped.located(context.target.info, context.options))
     options = _options(spec, name)
-    checkpoint, notes = _fitting(spec, located(path, spec.options.get("revision"), context.options.offline), context)
+    folder = located(path, spec.options.get("revision"), context.options.offline)
+    if spec.name == "drafter" and is_assistant(folder):
+        return _assistant(name, folder, context.target, options)
+    checkpoint, notes = _fitting(spec, folder, context)
     network = network_for(checkpoint, context.target, spec.options.get("quantize"), name)
     layers, vocab = layers_of(checkpoint, context.target), context.target.info.vocab_size
     made = LearnedDrafter(network, layers, name, vocab, **options)
     made.notes = notes
     return made
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether a folder's config.json is of Gemma 4's assistant. Raises ModelError for one that cannot be read."""
+    return (folder / "config.json").is_file() and read_config(folder).get("model_type") in ASSISTANTS
+
+
+def _assistant(name: str, folder: Path, target: Model, options: dict[str, int]) -> LearnedDrafter:
+    from outpace.models.native.model import NativeModel
+
+    if not isinstance(target, NativeModel):
+        raise DrafterError(f"{name}: Gemma 4's assistant drafts on the native backend alone: use suffix")
+    if options.pop("branch", 1) != 1:
+        raise DrafterError(f"{name}: the assistant drafts chains: leave branch out")
+    from outpace.drafters.learned.assistant import NativeAssistant
+
+    info = target.info
+    return LearnedDrafter(
+        NativeAssistant(target, folder), (info.layers - 1,), name, info.vocab_size, branch=1, **options
+    )
 
 
 def build_mtp(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:

@@ -118,7 +118,7 @@ class Packing:
         ropes = [(rope.frequencies, rope.scale, 0.0, 1)]
         weights = _native.Weights(sizes, layers, embedding, self.head(), self.vector("norm.weight"), ropes)
         runtime, isa = self._target.runtime, self._target.isa
-        return _native.Model(weights, runtime, isa, kv_dtype, -1 if limit is None else limit)
+        return _native.Model(weights, runtime, isa, kv_dtype, -1 if limit is None else limit, False)
 
     def head(self, name: str = "lm_head.weight") -> _native.Matrix:
         """The checkpoint's own output rows, or the target's, which stay as they are stored but for int4."""
@@ -328,13 +328,19 @@ class NativeMtp(NativeEagle):
     """
 
     def __init__(self, target: NativeModel) -> None:
+        if target.head is None and target.lost:
+            raise DrafterError(
+                f"mtp: {target.info.name} came without its layer that drafts: llama.cpp's converter leaves out that of "
+                "DeepSeek V3, old ones leave out others, too: give the model's folder, or a file with nextn tensors, "
+                "or use suffix"
+            )
         if target.head is None:
             raise DrafterError(f"mtp: the files of {target.info.name} have no layer that drafts: use suffix, or auto")
         weights, norm = target.head()
         self.ids = np.arange(target.info.vocab_size, dtype=np.int32)
         with fitting():
             kv_dtype = "float32" if target.info.dtype == "float32" else "bfloat16"
-            model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1)
+            model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1, False)
             eagle = _native.Eagle(model, None, [norm], self.ids, True)
         self.kv, self.max_length = NativeKV(model, eagle), target.info.max_length
         self.weight_bytes = eagle.bytes

@@ -23,6 +23,7 @@ from outpace.integrations.ray.delivered import RESUMABLE, Delivered, LostError
 from outpace.integrations.ray.replica import PATIENCE, Lease, alive
 from outpace.integrations.ray.routing import beginnings
 from outpace.server.api.route import FINGERPRINT
+from outpace.server.auth import routed
 from outpace.server.errors import APIError, written
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class Ingress:
             data += piece
             if len(data) > self._max_body:  # enough for the server to refuse it
                 break
-        path = request.scope["raw_path"].decode("latin-1")
+        path = route = routed(request.scope["raw_path"].decode("latin-1"))
         if query := request.scope["query_string"].decode("latin-1"):
             path += f"?{query}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _OWN]
@@ -120,12 +121,12 @@ class Ingress:
         except (ValueError, RecursionError):
             return asked
         asked.begins = beginnings(body)
-        if isinstance(body, dict) and request.url.path in RESUMABLE:
+        if isinstance(body, dict) and route in RESUMABLE:
             asked.model = str(body.get("model"))
             if body.get("seed") is None:
                 body["seed"] = SystemRandom().getrandbits(53)
             if body.get("stream") is True:
-                asked.delivered = RESUMABLE[request.url.path](body)
+                asked.delivered = RESUMABLE[route](body)
             else:
                 asked.data = json.dumps(body).encode()
         return asked

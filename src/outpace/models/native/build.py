@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,10 @@ def estimate(
     *,
     quantize: str | None = None,
     dtype: str = "auto",
-    kv_dtype: str = "bfloat16",
-) -> tuple[int, int]:
-    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values.
+    kv_dtype: str = "auto",
+) -> tuple[int, int, int, int]:
+    """Bytes that ``load_native`` would take for the weights, and for one position of keys and values; of these, what
+    layers with a window have, which a row keeps for so many positions alone: the longest window (0, 0: no such layer).
 
     From shapes and types alone; no weight is read. Raises ModelError.
     """
@@ -60,24 +63,50 @@ def estimate(
     for stored, to in matrices:
         kept = to == "keep" or stored.type not in _PLAIN
         if stored.type not in READ:
-            kinds = ", ".join(READ)
-            raise ModelError(f"{weights.name} {_VERDICT}: it has a matrix of type {stored.type} ({kinds} are read)")
+            raise ModelError(f"{weights.name} {_VERDICT}: {_unkept(stored.type)}")
         if len(stored.shape) != 2:
             raise ModelError(f"{weights.name} {_VERDICT}: a matrix of it has {len(stored.shape)} dimensions")
         try:
             total += _native.packed_bytes(_TYPE_IDS[stored.type], *stored.shape, "keep" if kept else to)
         except ValueError as error:
             raise ModelError(f"{weights.name} has a matrix that this backend cannot read: {error}") from error
-    return total, kv_bytes(model, kv_dtype)
+    cached = kv_type(weights, target, kv_dtype)
+    layers = [i for i in range(model.layers) if 0 < model.windows[i] < model.max_length]
+    window = max((model.windows[i] for i in layers), default=0)
+    return total, kv_bytes(model, cached), kv_bytes(model, cached, layers), window
 
 
-def kv_bytes(model: Decoder, kv_dtype: str) -> int:
-    """Of one position: heads are padded to 16; int8 has a float32 scale for each head's key, and value."""
-    each, more = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[kv_dtype]
+def kv_type(weights: Weights, target: str, asked: str) -> str:
+    """What ``kv_dtype`` means: auto is bfloat16, and float16 beside float16 weights, whose error bfloat16 triples."""
+    if asked != "auto":
+        return asked
+    return "float16" if (weights.kind.lower() if target == "keep" else target) == "f16" else "bfloat16"
+
+
+def _unkept(kind: str) -> str:
+    """Why a matrix of that type is not read, and what to do."""
+    why = "which is not read"
+    if kind.startswith(("Q2_K", "IQ1", "IQ2", "IQ3")):
+        why = "whose values none of the formats in memory has but float16 and float32, at several times the file's size"
+    kinds = ", ".join(READ)
+    return (
+        f"it has a matrix of type {kind}, {why} ({kinds} are read): get the model in one of these, or make it "
+        "(llama-quantize --allow-requantize FILE NEW-FILE Q4_K_M)"
+    )
+
+
+def kv_bytes(model: Decoder, kv_dtype: str, layers: Sequence[int] | None = None) -> int:
+    """Of one position, in ``layers`` (None: all): heads are padded to 16; int8 has a float32 scale for each head's key,
+    and value; int4 a float16 one for every 32 numbers."""
+
+    def row(n: int) -> int:
+        n += -n % 16
+        return {"int8": n + 4, "int4": -(-n // 32) * 18, "float32": 4 * n}.get(kv_dtype, 2 * n)
+
     total = 0
-    for shape in (model.shape(i) for i in range(model.layers) if model.stores(i)):
+    for shape in (model.shape(i) for i in (range(model.layers) if layers is None else layers) if model.stores(i)):
         values = shape.head_dim if model.latent is None else model.latent.rank
-        total += shape.kv_heads * (sum(n + -n % 16 for n in (shape.head_dim, values)) * each + more)
+        total += shape.kv_heads * (row(shape.head_dim) + row(values))
     return total
 
 
@@ -156,6 +185,28 @@ def build_head(
     return built, final * np.float32(model.logit_divisor)
 
 
+def build_beside(
+    folder: Path, text: Mapping[str, Any], stored: Mapping[bool, int], longest: int, threads: int
+) -> _native.Weights:
+    """Of a folder with a decoder of Gemma 4's kind (``text``: its description) without keys and values: its layers read
+    those of another model's layers ``stored``, of one that sees a window and of one that sees all. Errors: as above."""
+    alone = decoders.from_config(folder, {**text, "num_kv_shared_layers": 0}, "cannot draft")
+    if any(bool(window) not in stored for window in alone.windows):
+        raise ModelError(f"{folder} cannot draft: the target has no layers of a kind whose keys and values it reads")
+    shapes = [
+        replace(shape, shares=stored[bool(window)]) for shape, window in zip(alone.by_layer, alone.windows, strict=True)
+    ]
+    model = replace(alone, by_layer=tuple(shapes))
+    weights = tensors.of_folder(folder, model)
+    parts = _Parts(model, weights, "keep", Packer(threads))
+    # A token reads its window's positions before its own, which has no keys yet, and one more (transformers' masks).
+    layers = [parts.layer(i) | ({"window": window + 1} if window else {}) for i, window in enumerate(model.windows)]
+    embedding = parts.matrix(weights.matrix(None, "embedding"), model.vocab, model.hidden, "the embedding")
+    norm = weights.vector(None, "final_norm")
+    assert norm is not None
+    return _native.Weights({**parts.config(longest), "beside": True}, layers, embedding, embedding, norm, parts.ropes)
+
+
 class _Parts:
     """What the runtime's ``Weights`` are made of."""
 
@@ -176,11 +227,12 @@ class _Parts:
     def layer(self, i: int) -> dict[str, Any]:
         model, weights = self._model, self._weights
         reordered = {"q": model.heads, "k": model.kv_heads} if weights.interleaved else {}
-        shape = model.shape(i)
+        shape, scale = model.shape(i), model.multipliers
         layer: dict[str, Any] = {"window": 0, "rope": 0, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         if i < model.layers:
             layer |= {"window": model.windows[i], "rope": model.layer_rope[i], "shares": shape.shares}
             layer["output_scale"] = weights.output_scale(i)
+            layer["fed_scale"] = scale.fed / scale.gate  # the norm before its products has the gate's
         for name, (rows, cols) in model.shapes(i).items():
             stored = weights.matrix(i, name)
             layer[name] = self.matrix(stored, rows, cols, f"layer {i}'s {name}", reordered.get(name, 0))
@@ -192,6 +244,11 @@ class _Parts:
                 "value_dim": net.value_dim, "taps": net.taps, "tiled": net.tiled,
                 **{name: layer.pop(name) for name in _NET_PARTS if name in layer}, **weights.recurrent_vectors(i),
             }  # fmt: skip
+            if "state_o" in layer:
+                layer["delta"] |= {
+                    "o": layer.pop("state_o"), "gate_scale": scale.scanned[0], "step_scale": scale.scanned[-1],
+                    "output_scale": scale.scan, "attended_scale": scale.attended,
+                }  # fmt: skip
         elif (a := model.latent) is not None:
             layer["latent"] = {
                 "rank": a.rank, "plain": a.plain, "rotated": a.rotated, "neighbours": a.neighbours, "eps": a.eps,

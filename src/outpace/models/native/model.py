@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, KVCache, KVLayout, Model, ModelInfo
 from outpace.models.host import usable_cores
-from outpace.models.native.build import build_head, build_weights, kv_bytes, open_weights
+from outpace.models.native.build import build_head, build_weights, kv_bytes, kv_type, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.weights.gguf import GGUFFile
 
@@ -52,6 +53,10 @@ class NativeKV(KVCache):
     def recurrent(self) -> bool:
         return self._live().recurrent
 
+    @property
+    def windowed(self) -> bool:
+        return self._live().windowed
+
     def reachable(self, row: int, n: int) -> int:
         return self._live().kv_reachable(row, n)
 
@@ -79,16 +84,18 @@ class NativeKV(KVCache):
     @property
     def layout(self) -> KVLayout:
         handle = self._live()
-        kind, block, state = handle.kv_layout
-        arithmetic, made = _fast.native.ARITHMETIC, (kind, block, state, handle.isa)  # vectors of values go by the path
-        return KVLayout(block, state if handle.recurrent else 0, (f"{arithmetic}.{_fast.INTERFACE}", *map(str, made)))
+        kind, block, windowed, window, state = handle.kv_layout
+        arithmetic = f"{_fast.native.ARITHMETIC}.{_fast.INTERFACE}"
+        made = (kind, block, windowed, state, handle.isa)  # vectors of values go by the path
+        return KVLayout(block, windowed, window, state if handle.recurrent else 0, (arithmetic, *map(str, made)))
 
-    def export_block(self, row: int, block: int) -> bytes:
-        return self._live().kv_export(row, block)
+    def export_block(self, row: int, block: int, windowed: bool = False) -> bytes | None:
+        return self._live().kv_export(row, block, windowed)
 
-    def import_block(self, row: int, data: memoryview, positions: int) -> None:
+    def import_block(self, row: int, data: memoryview, positions: int, window: memoryview | None = None) -> None:
         try:
-            self._live().kv_import(row, np.frombuffer(data, np.uint8), positions)
+            seen = None if window is None else np.asarray(window)
+            self._live().kv_import(row, np.asarray(data), seen, positions)
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
@@ -104,9 +111,9 @@ class NativeKV(KVCache):
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
-    def growth(self, row: int, n: int) -> int:
+    def growth(self, row: int, n: int, settled: int = 0) -> int:
         """See ``KVCache.growth``. Rows that share their last block and grow together may take less than the sum."""
-        return self._live().kv_growth(row, n)
+        return self._live().kv_growth(row, n, settled)
 
     def bytes_for(self, positions: int) -> int:
         return self._live().kv_bytes_for(positions)
@@ -147,7 +154,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("bfloat16", "float32", "int8")
+KV_DTYPES = ("bfloat16", "float16", "float32", "int8", "int4")
 QUANTIZE = ("int8", "int4")
 
 
@@ -158,7 +165,7 @@ def load_native(
     eos_ids: Sequence[int] = (),
     threads: int | None = None,
     kv_memory: int | None = None,
-    kv_dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
     max_length: int | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -169,7 +176,9 @@ def load_native(
 
     ``threads``: None takes the physical cores this process may use, within its CPU quota; where the system does not
     give that many, those that it gives, with a warning. ``kv_memory``: hard bound in bytes. ``kv_dtype``: bfloat16,
-    float32 or int8 (a float32 scale for each position and head; half the memory of bfloat16, less exact).
+    float16 (greater numbers become 65504), float32, int8 (a float32 scale for each position and head; half the
+    memory of bfloat16, less exact) or int4 (a float16 scale for every 32 numbers; 0.28 of it, far less exact); auto:
+    float16 for a model in float16, else bfloat16.
     ``quantize``: int8 or int4 in groups of 32, for weights that are not quantised yet; a different model, and
     ``info.dtype`` says so. ``dtype``: auto keeps every value as the file has it; float32, bfloat16 and float16 convert
     weights that are not quantised. ``isa``: an instruction-set path (None: OUTPACE_ISA, else the best one).
@@ -177,7 +186,7 @@ def load_native(
     working memory serves both; they may be closed in any order. ``threads`` then is None or that runtime's.
     Raises ModelError for what cannot be read or served, ParameterError for options.
     """
-    _option("kv_dtype", kv_dtype, KV_DTYPES)
+    _option("kv_dtype", kv_dtype, ("auto", *KV_DTYPES))
     _option("dtype", dtype, DTYPES)
     if quantize is not None:
         _option("quantize", quantize, QUANTIZE)
@@ -194,6 +203,7 @@ def load_native(
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
         raise ParameterError(f"OUTPACE_ISA: {error}") from error
+    kv_dtype = kv_type(weights, target, kv_dtype)
     longest = min(model.limit, max_length or model.limit)
     if model.limit < min(model.max_length, max_length or model.max_length):
         log.warning(
@@ -227,9 +237,15 @@ def load_native(
         device="cpu",
         weight_bytes=handle.weight_bytes,
         kv_bytes_per_position=kv_bytes(model, kv_dtype),
+        kv_dtype=kv_dtype,
+        experts=0 if model.experts is None else model.experts.count,
+        used_experts=0 if model.experts is None else model.experts.used,
+        expert_bytes=handle.expert_bytes,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
     made.path = path.path if isinstance(path, GGUFFile) else Path(path)
+    made.lost = weights.lost
+    made.stored = {bool(window): i for i, window in enumerate(model.windows) if model.stores(i)}
     if weights.drafts:
         made.drafts, made.head = True, lambda: build_head(model, weights, target, longest, runtime.threads, handle)
     return made
@@ -243,10 +259,13 @@ def _option(name: str, value: str, known: Sequence[str]) -> None:
 class NativeModel(Model):
     """A decoder that runs in C++. One thread at a time computes; others wait.
 
-    ``head``: reads the layer that drafts, where its files have one; see ``build_head``.
+    ``head``: reads the layer that drafts, where its files have one; see ``build_head``. ``stored``: of layers that see
+    a window (True), and of those that see all, the last one with keys and values of its own.
     """
 
     head: Callable[[], tuple[_native.Weights, F32]] | None = None
+    lost: bool = False  # its family has one, and the GGUF file came without it
+    stored: Mapping[bool, int] = MappingProxyType({})
 
     def __init__(self, handle: _native.Model, runtime: _native.Runtime, info: ModelInfo, kv_memory: int | None) -> None:
         self._handle: _native.Model | None = handle

@@ -35,6 +35,11 @@ class NativeOutput(Output):
         """How many threads were left of those that began the forward."""
         return self._result.threads
 
+    @property
+    def experts(self) -> float:
+        """See ``Output.experts``."""
+        return self._result.experts
+
     def decide(self, rows: _fast.native.Rows, choosers: Callable[[], Sequence[Chooser | None]]) -> None:
         """See ``Output.decide``: ``rows`` have choosers of their own."""
         rows.verify(self._result)

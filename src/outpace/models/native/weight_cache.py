@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +31,7 @@ from outpace.models.host import available_memory
 from outpace.models.native import packed
 
 log = logging.getLogger(__name__)
+told = log.getChild("told")  # what a command line shows without being asked: it takes room on the disk
 
 SMALLEST = 32 << 20  # bytes of a model's files; packing less takes no longer than a person notices
 LIMIT = 32 << 30  # bytes of all files
@@ -36,6 +39,7 @@ HUGE = 0.9  # share in huge pages from which weights stay where they are mapped
 _SPARE = 1 << 30  # bytes of the disk that are left to others
 _ABANDONED = 3600.0  # seconds after which a half-written file has lost its writer
 _SUFFIX = ".packed"
+_writers: dict[Path, threading.Thread] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def find(where: Place, threads: int) -> packed.PackedFile | None:
     Small pages would cost 5 to 8 % of every narrow forward. So where the system holds the file in such, and there is
     memory, weights are copied into huge pages: that takes about as long as packing, and decoding is worth more.
     """
+    settle(where.path)
     try:
         kept = packed.PackedFile(where.path, where.key, threads)
     except FileNotFoundError:
@@ -122,9 +127,36 @@ def refuse(where: Place, why: packed.UnusableError) -> None:
 
 
 def keep(where: Place, packer: packed.Packer) -> None:
-    """Write what was packed, in place of what is older. Where that cannot be, a line says so."""
-    size, begun = packed.size_of(packer.made), time.perf_counter()
+    """Write what was packed, in place of what is older, beside whatever the model does meanwhile. Where that cannot be,
+    a line says so. The process does not end before it is written."""
+    size = packed.size_of(packer.made)
+    told.info(
+        "%s: %s of packed weights go to %s meanwhile, for the next start (OUTPACE_WEIGHT_CACHE=0: none are kept)",
+        where.name, format_bytes(size), where.path.parent,
+    )  # fmt: skip
+    writer = threading.Thread(target=_write, args=(where, packer, size), name="outpace-weights")
+    _writers[where.path] = writer
     try:
+        writer.start()
+    except RuntimeError as error:  # no more threads
+        del _writers[where.path]
+        log.warning("%s: the packed weights are not kept: %s", where.name, error)
+
+
+def settle(path: StrPath | None = None) -> None:
+    """Wait until this process has written the file ``path``, or all."""
+    for its, writer in list(_writers.items()):
+        if path is None or its == Path(path):
+            writer.join()
+            if _writers.get(its) is writer:
+                del _writers[its]
+
+
+def _write(where: Place, packer: packed.Packer, size: int) -> None:
+    begun = time.perf_counter()
+    try:
+        if sys.platform == "linux":  # where threads have priorities of their own: decoding goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         where.path.parent.mkdir(parents=True, exist_ok=True)
         _make_room(where, size)
         packed.write(where.path, where.name, where.key, packer.made)

@@ -158,10 +158,10 @@ def dissect(
     configs: Sequence[Any],
     longest: int,
     tokens: torch.Tensor,
-    recurrent: Sequence[torch.nn.Module] = (),
+    others: Sequence[torch.nn.Module] = (),
 ) -> Anatomy:
     """Run ``model``, which has these ``configs``, once on ``tokens`` [1, n] with a watching attention, and judge what
-    it does. ``recurrent``: modules that layers have in the place of attention. Raises ModelError."""
+    it does. ``others``: modules that layers have in the place of attention. Raises ModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -178,10 +178,10 @@ def dissect(
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)  # there is no public way to unregister
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(watching, None)
-    return _judge(model, watch, recurrent)
+    return _judge(model, watch, others)
 
 
-def _judge(model: Any, watch: Watch, recurrent: Sequence[torch.nn.Module]) -> Anatomy:
+def _judge(model: Any, watch: Watch, others: Sequence[torch.nn.Module]) -> Anatomy:
     calls = watch.calls
     if not calls:
         raise ModelError(
@@ -189,7 +189,7 @@ def _judge(model: Any, watch: Watch, recurrent: Sequence[torch.nn.Module]) -> An
         )
     if len({id(call.module) for call in calls}) < len(calls):
         raise ModelError("some of its layers share one attention module")
-    holder, attribute, layers = _layers(model, [call.module for call in calls], recurrent)
+    holder, attribute, layers = _layers(model, [call.module for call in calls], others)
     shared, sites = Forward(), list[tuple[torch.nn.Module, Site]]()
     for i, call in enumerate(calls):
         for name, value in call.extras.items():
@@ -210,10 +210,10 @@ def _extra(name: str) -> str:
 
 
 def _layers(
-    model: torch.nn.Module, attention: list[torch.nn.Module], recurrent: Sequence[torch.nn.Module]
+    model: torch.nn.Module, attention: list[torch.nn.Module], others: Sequence[torch.nn.Module]
 ) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The list of decoder layers: the ModuleList whose children hold one of the attention modules each, in order, or
-    a recurrent one."""
+    one of the ``others``."""
     first = attention[0]
     for holder in model.modules():
         for attribute, child in holder.named_children():
@@ -225,7 +225,7 @@ def _layers(
                 inner = [j for j, module in enumerate(attention) if id(module) in inside]
                 if inner == [attends]:
                     attends += 1
-                elif inner or not any(id(module) in inside for module in recurrent):
+                elif inner or not any(id(module) in inside for module in others):
                     raise ModelError(
                         f"layer {i} ({type(layer).__name__}) has no attention of its own (recurrent state or linear "
                         f"attention), which cannot be rolled back"

@@ -180,12 +180,12 @@ class TorchKV(KVCache):
         target.blocks, target.length = source.blocks[: self._count(n)], n
         self._references[target.blocks] += 1
 
-    def growth(self, row: int, n: int) -> int:
+    def growth(self, row: int, n: int, settled: int = 0) -> int:
         state = self._state(row)
         more = self._count(state.length + n) - len(state.blocks)
         if n and state.length % self._size and self._references[state.blocks[-1]] > 1:
             more += 1
-        states = 0 if self.states is None else self.states.growth(row, n)
+        states = 0 if self.states is None else self.states.growth(row, n - settled)
         return more * self._block_bytes + states
 
     def bytes_for(self, positions: int) -> int:
@@ -248,8 +248,9 @@ class TorchKV(KVCache):
     # What a forward does: take blocks behind the rows' ends, write, and lengthen when all went well.
 
     @contextmanager
-    def writing(self, more: Mapping[int, int]) -> Iterator[None]:
-        """Room for ``more[row]`` positions behind each row's end.
+    def writing(self, more: Mapping[int, int], kept: Mapping[int, int] | None = None) -> Iterator[None]:
+        """Room for ``more[row]`` positions behind each row's end; recurrent layers keep records of ``kept[row]``
+        (None: of all).
 
         When the block under ``with`` ends, the rows are longer by them; when it raises, every row is as it was.
         Raises ValueError for a row that is not there, MemoryLimitError where there is no room.
@@ -259,7 +260,7 @@ class TorchKV(KVCache):
             for row, n in more.items():
                 self._grow(row, n)
             if self.states is not None:
-                self._make_way(sum(self.states.growth(row, n) for row, n in more.items()))
+                self._make_way(sum(self.states.growth(row, n) for row, n in (kept or more).items()))
             yield
             if self.step is not None:
                 self.step.end()

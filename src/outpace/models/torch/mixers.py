@@ -1,9 +1,11 @@
-"""What recurrent layers compute in the place of attention, on the weights of a transformers module."""
+"""What recurrent layers compute in the place of attention or beside it, on the weights of a transformers module."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +33,7 @@ class DeltaNet:
     def __init__(self, module: Any, rule: families.DeltaNet, layer: int, place: int, join: Join) -> None:
         from transformers.activations import ACT2FN
 
-        def find(name: str) -> Any:
-            return module.get_submodule(SPELLINGS[1].format(layer, name))
-
-        def tensor(places: families.Places) -> Tensor:
-            owner, _, name = places[1][0].rpartition(".")
-            found: Tensor = getattr(find(owner), name)
-            return found
-
+        find, tensor = _finders(module, layer)
         config = module.config
         self._place, self.shape = place, delta_shape(config, 0)
         names = dict.fromkeys(rule.matrices[part][1] for part in ("qkv", "z", "b", "a"))
@@ -79,9 +74,7 @@ class ShortConv:
     """A short convolution between two gates; arguments as ``DeltaNet``'s."""
 
     def __init__(self, module: Any, rule: families.ShortConv, layer: int, place: int, join: Join) -> None:
-        def find(name: str) -> Any:
-            return module.get_submodule(SPELLINGS[1].format(layer, name))
-
+        find, _ = _finders(module, layer)
         self._place = place
         self.products = join([find(rule.matrices["in"][1])]), join([find(rule.matrices["o"][1])])
         self.module = find(rule.matrices["o"][1].rpartition(".")[0])
@@ -96,7 +89,66 @@ class ShortConv:
         return self.products[1](behind * mixed.to(x.dtype))
 
 
-Mixer = DeltaNet | ShortConv
+class StateSpace:
+    """A state space (Mamba-2, arXiv 2405.21060) with its projections; arguments as ``DeltaNet``'s."""
+
+    def __init__(self, module: Any, rule: families.StateSpace, layer: int, place: int, join: Join) -> None:
+        from transformers.activations import ACT2FN
+
+        find, tensor = _finders(module, layer)
+        self._place, self.shape = place, scan_shape(module.config, rule, 0)
+        self.products = join([find(rule.into[1])]), join([find(rule.o[1])])
+        self.module = find(rule.o[1].rpartition(".")[0])
+        self._activation = ACT2FN[self.module.activation]
+        self._convolution = find(rule.convolution[1][0].rpartition(".")[0])
+        self._decay, self._bias, self._skip = tensor(rule.decay), tensor(rule.dt_bias), tensor(rule.skip)
+        norm = find(rule.norm[1][0].rpartition(".")[0])
+        self._norm = None if isinstance(norm, torch.nn.Identity) else norm
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        """[N, H] of ``x`` [N, H]."""
+        shape = self.shape
+        keys, inner = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
+        multiplied = hasattr(self.module, "mup_vector")  # Falcon-H1's
+        projected = self.products[0](x * self.module.ssm_in_multiplier if multiplied else x)
+        if multiplied:
+            projected = projected * self.module.mup_vector[0]
+        gate, mixed, dt = projected.split([inner, shape.channels, shape.value_heads], 1)
+        mixed = step.convolved(self._place, mixed.float(), self._convolution.weight[:, 0].float().t())
+        if self._convolution.bias is not None:
+            mixed = mixed + self._convolution.bias.float()
+        mixed = self._activation(mixed.to(x.dtype)).float()
+        value, key, query = mixed.split([inner, keys, keys], 1)
+        key, query = (each.view(-1, shape.key_heads, shape.key_dim) for each in (key, query))
+        value = value.view(-1, shape.value_heads, shape.value_dim)
+        dt = F.softplus(dt.float() + self._bias.float())
+        decay = torch.exp(-torch.exp(self._decay.float()) * dt)
+        out = step.gone_over(self._place, query, key, value, dt, decay, corrects=False)
+        out = (out + self._skip.float()[:, None] * value).flatten(1).to(x.dtype)
+        out = out * F.silu(gate) if self._norm is None else self._norm(out, gate)
+        return self.products[1](out.to(x.dtype))
+
+
+Mixer = DeltaNet | ShortConv | StateSpace
+_MAKE: dict[type, Any] = {
+    families.DeltaNet: DeltaNet,
+    families.ShortConv: ShortConv,
+    families.StateSpace: StateSpace,
+}
+
+
+def _finders(module: Any, layer: int) -> tuple[Callable[[str], Any], Callable[[families.Places], Tensor]]:
+    """What gives a module of a layer by its name, and a tensor."""
+
+    def find(name: str) -> Any:
+        return module.get_submodule(SPELLINGS[1].format(layer, name))
+
+    def tensor(places: families.Places) -> Tensor:
+        owner, _, name = places[1][0].rpartition(".")
+        found: Tensor = getattr(find(owner), name)
+        return found
+
+    return find, tensor
 
 
 def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
@@ -113,11 +165,27 @@ def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
     rule = None if family is None else family.recurrent
     if rule is None:
         return ()
-    layers = [i for i, attends in enumerate(attending_layers(module)) if not attends]
+    kinds = module.config.layer_types
+    layers = [i for i, kind in enumerate(kinds) if kind not in (*families.ATTENDING, *families.FEEDING)]
     if layers and isinstance(rule, families.StateSpace):
-        raise ModelError("it has state spaces, which the native backend alone has")
-    make: Any = DeltaNet if isinstance(rule, families.DeltaNet) else ShortConv
-    return tuple(make(module, rule, layer, place, join) for place, layer in enumerate(layers))
+        _check_steps(module)
+    return tuple(_MAKE[type(rule)](module, rule, layer, place, join) for place, layer in enumerate(layers))
+
+
+def _check_steps(module: Any) -> None:
+    """Raise ModelError for state spaces whose time steps are cut."""
+    limit = getattr(module.config, "time_step_limit", None)
+    if limit is not None and tuple(limit) != (0.0, math.inf):
+        raise ModelError(f"it limits time steps (time_step_limit {tuple(limit)})")
+
+
+def in_attentions_place(module: Any, found: Sequence[Mixer]) -> list[Any]:
+    """Modules that layers have in the place of attention: recurrent ones, and of layers that only feed forward all."""
+    family = families.of_class(type(module).__name__)
+    single = family is not None and family.single
+    kinds = module.config.layer_types if single else []
+    fed = [layer for kind, layer in zip(kinds, module.model.layers, strict=False) if kind in families.FEEDING]
+    return [*(each.module for each in found), *fed]
 
 
 def attending_layers(module: Any) -> list[bool]:
@@ -125,7 +193,8 @@ def attending_layers(module: Any) -> list[bool]:
     family, count = families.of_class(type(module).__name__), len(module.model.layers)
     if family is None or family.recurrent is None:
         return [True] * count
-    return [kind in families.ATTENDING for kind in module.config.layer_types]
+    beside = family.scan is not None and family.scan.beside
+    return [beside or kind in families.ATTENDING for kind in module.config.layer_types]
 
 
 def state_shape(module: Any, found: Sequence[Mixer]) -> StateShape | None:
@@ -135,6 +204,8 @@ def state_shape(module: Any, found: Sequence[Mixer]) -> StateShape | None:
     config = module.config
     if isinstance(found[0], DeltaNet):
         return delta_shape(config, len(found))
+    if isinstance(found[0], StateSpace):
+        return replace(found[0].shape, layers=len(found))
     return StateShape(len(found), int(config.conv_L_cache), int(config.hidden_size))
 
 
@@ -143,6 +214,13 @@ def delta_shape(config: Any, layers: int) -> StateShape:
     key_dim, value_dim = int(config.linear_key_head_dim), int(config.linear_value_head_dim)
     channels = 2 * keys * key_dim + values * value_dim
     return StateShape(layers, int(config.linear_conv_kernel_dim), channels, keys, values, key_dim, value_dim)
+
+
+def scan_shape(config: Any, rule: families.StateSpace, layers: int) -> StateShape:
+    groups, heads, state, width, taps = (
+        int(getattr(config, name)) for name in (rule.groups, rule.heads, rule.state, rule.head_dim, rule.taps)
+    )
+    return StateShape(layers, taps, heads * width + 2 * groups * state, groups, heads, state, width)
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
-from outpace.models.torch.mixers import mixers, mixing, state_shape
+from outpace.models.torch.mixers import in_attentions_place, mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
 from outpace.models.torch.probe import Reference, agree, prove_in_float32
+from outpace.models.torch.recurrent import records
 from outpace.models.torch.state import ModuleState
 from outpace.models.torch.upload import uploaded
 
@@ -244,8 +245,8 @@ class TransformersModel(Model):
                 )
             with _plainly(self._device):
                 reference = Reference.of(module, config.vocab_size, self._device)
-                recurrent = [each.module for each in self._mixers]
-                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], recurrent)
+                others = in_attentions_place(module, self._mixers)
+                anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], others)
         except ModelError as error:
             raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self._anatomy = anatomy
@@ -384,7 +385,7 @@ class TransformersModel(Model):
             raise ValueError(f"layers={layers}: recurrent layers' states are over all layers or none")
         features = None if batch.features is None else self._features(batch)
         try:
-            with kv.writing(counts(batch)):
+            with kv.writing(counts(batch), records(batch) if self._mixers else None):
                 if graphs is not None and graphs.strict and len(batch):
                     found, states = graphs.strictly(batch, layers, batch.hidden_layers, features)
                     return TorchOutput(batch, found, [states[layer] for layer in batch.hidden_layers])

@@ -27,8 +27,8 @@ EVERY = 2048  # positions between those of a prompt that takes several forwards
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Of ``layers`` recurrent layers: their convolution's ``taps`` and ``channels``, and of delta nets the heads'
-    states, ``key_dim`` x ``value_dim`` for each of ``value_heads``."""
+    """Of ``layers`` recurrent layers: their convolution's ``taps`` and ``channels``, and of delta nets and state spaces
+    the heads' states, ``key_dim`` x ``value_dim`` for each of ``value_heads``."""
 
     layers: int
     taps: int
@@ -310,9 +310,12 @@ class Step:
             out = out + inputs[:, tap] * weight[tap]
         return out
 
-    def gone_over(self, layer: int, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    def gone_over(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, corrects: bool = True
+    ) -> Tensor:
         """What a gated delta net gives [N, value_heads, value_dim], of float32 ``query`` and ``key`` [N, key_heads,
-        key_dim], ``value`` as the result, ``beta`` and ``decay`` [N, value_heads]."""
+        key_dim], ``value`` as the result, ``beta`` and ``decay`` [N, value_heads]. Or a state space, which does not
+        correct what a state has for a key: an update is ``beta`` times the value."""
         shape = self._states.shape
         one = torch.zeros(shape.state[1:], device=key.device)
         state = torch.stack([one if at.state is None else at.state[layer] for at in self._rows])
@@ -328,7 +331,7 @@ class Step:
         if len(self._sure):
             padded = [_ended(query, 0), _ended(key, 0), _ended(value, 0), _ended(beta, 0), _ended(decay, 1)]
             for at in self._sure:
-                state, _, found = self._token(state, *(each.index_select(0, at) for each in padded))
+                state, _, found = self._token(corrects, state, *(each.index_select(0, at) for each in padded))
                 out.index_copy_(0, at, found)
         for b, to in enumerate(self._to):
             if to is not None:
@@ -338,7 +341,7 @@ class Step:
             if level.parents is not None:
                 state = state.index_select(0, level.parents)
             token = (each.index_select(0, level.tokens) for each in (query, key, value, beta, decay))
-            state, update, found = self._token(state, *token)
+            state, update, found = self._token(corrects, state, *token)
             out.index_copy_(0, level.tokens, found)
             changes.append(update)
         kept = (key.index_select(0, self._kept), torch.cat(changes), decay.index_select(0, self._kept))
@@ -361,11 +364,11 @@ class Step:
             self._states.taken_up(name, row)
 
     def _token(
-        self, state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor
+        self, corrects: bool, state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One token of each row: the state after it, the update, and what it gives."""
         key, state = self._shared(key), state * decay[..., None, None]
-        update = (value - _summed(state * key[..., None])) * beta[..., None]
+        update = (value - _summed(state * key[..., None]) if corrects else value) * beta[..., None]
         state = _after(state, key, update)
         return state, update, _summed(state * self._shared(query)[..., None])
 
@@ -410,6 +413,12 @@ def settled(batch: Batch, begin: int, end: int) -> int:
             f"malformed batch: a tree of {n} tokens is more than the {KEPT} that recurrent layers can take back"
         )
     return 0
+
+
+def records(batch: Batch) -> dict[int, int]:
+    """Of how many new tokens each row keeps records."""
+    spans = zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), strict=True)
+    return {int(batch.row[begin]): end - begin - settled(batch, begin, end) for begin, end in spans if begin < end}
 
 
 def _levels(batch: Batch, spans: Sequence[tuple[int, int]], kept: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:

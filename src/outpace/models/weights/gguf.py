@@ -81,11 +81,12 @@ TYPES: dict[int, tuple[str, int, int]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    41: ("Q1_0", 128, 18),
 }
 # Types that have a name and cannot be read at all: llama.cpp has dropped some, uses others in between, or is newer.
 UNREAD = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4",
 }  # fmt: skip
 
 

@@ -137,6 +137,8 @@ class Weights:
             found = found + np.float32(self._decoder.family.norm_offset if self._spelling else 0)
         if name == "final_norm":
             found = found / np.float32(self._decoder.logit_divisor)
+        if name == "ffn_norm":  # both products read it: the other one's share is taken back behind them
+            found = found * np.float32(self._decoder.multipliers.gate)
         return np.ascontiguousarray(found, np.float32)
 
     def _found(self, full: str) -> StoredTensor:
@@ -149,7 +151,9 @@ class Weights:
         if layer is None:
             return f"{self._decoder.family.outer[part][self._spelling]}.{kind}", 0, 0
         names = self._names(layer)
-        full = f"{self._spelled(layer, names[part][self._spelling])}.{kind}"
+        full = self._spelled(layer, names[part][self._spelling])
+        if self._spelling or part not in self._decoder.family.bare:
+            full = f"{full}.{kind}"
         together = self._together(names, part)
         if len(together) < 2:
             return full, 0, 0
@@ -192,9 +196,13 @@ class Weights:
             other = ("up", "down", "ffn_norm") if self._decoder.mixes(layer) else ("q", "k", "v", "o", "attn_norm")
             names = {part: both for part, both in names.items() if part not in other}
         if family.recurrent is not None and self._decoder.state(layer) is not None:
-            for part in ("q", "k", "v", "q_norm", "k_norm"):
+            attends = self._decoder.attends(layer)
+            for part in () if attends else ("q", "k", "v", "q_norm", "k_norm"):
                 names.pop(part, None)
-            names |= family.recurrent.matrices
+            matrices = dict(family.recurrent.matrices)
+            if attends:
+                matrices["state_o"] = matrices.pop("o")
+            names |= matrices
         if family.latent is not None and self._decoder.latent is not None:
             if self._decoder.latent.q_rank:
                 names["q_down"] = family.latent.q_down
@@ -472,9 +480,12 @@ class Weights:
             order = self._rows_of(net, "qkv")[1] - values  # of the tensor's, where the gate comes first
             bias = self._numbers(layer, rule.convolution_bias, channels)
             taps, found["convolution_bias"] = (np.where(order < 0, 0, each[order].T).T for each in (taps, bias))
+            _, v, k, q, _ = self._decoder.multipliers.scanned  # what the convolution reads has been multiplied
+            taps = taps * np.repeat(np.array([q, k, v], np.float32), [net.keys, net.keys, net.values])[:, None]
             found["skip"] = self._numbers(layer, rule.skip, net.value_heads)
-            shape = (values,) if self._spelling else (net.key_heads, values // net.key_heads)
-            found["norm"] = self._numbers(layer, rule.norm, *shape).reshape(-1)
+            if net.normed:
+                shape = (values,) if self._spelling else (net.key_heads, values // net.key_heads)
+                found["norm"] = self._numbers(layer, rule.norm, *shape).reshape(-1)
         else:
             found["norm"] = self._numbers(layer, rule.norm, net.value_dim)
         return found | {"convolution": np.ascontiguousarray(taps.T).reshape(-1)}
@@ -506,6 +517,11 @@ class Weights:
         """Whether the files have a layer behind the last one that drafts."""
         heads, layers = self._decoder.family.heads, self._decoder.layers
         return heads is not None and self._decoder.beyond > 0 and self._first(layers, heads.join) in self._tensors
+
+    @property
+    def lost(self) -> bool:
+        """Whether a GGUF file of a family that has such a layer came without it."""
+        return not self._spelling and self._decoder.family.heads is not None and not self.drafts
 
     def join(self, layer: int) -> StoredTensor:
         """The matrix [hidden, 2 hidden] with which a layer that drafts begins."""
@@ -544,12 +560,12 @@ class Weights:
 
     def _of_net(self, layer: int) -> Iterator[str]:
         """Every tensor that is read of a recurrent layer, its matrices aside."""
-        rule = self._decoder.family.recurrent
-        if rule is None or self._decoder.state(layer) is None:
+        rule, net = self._decoder.family.recurrent, self._decoder.state(layer)
+        if rule is None or net is None:
             return
         others: tuple[Places, ...] = () if isinstance(rule, ShortConv) else (rule.decay, rule.dt_bias, rule.norm)
-        if isinstance(rule, StateSpace):
-            others += (rule.convolution_bias, rule.skip)
+        if isinstance(rule, StateSpace) and isinstance(net, recurrent.StateSpace):
+            others = (rule.decay, rule.dt_bias, rule.convolution_bias, rule.skip, *([rule.norm] if net.normed else []))
         for places in (rule.convolution, *others):
             yield self._first(layer, places)
 
@@ -564,7 +580,8 @@ class Weights:
                 for kind in ("weight", "bias") if part in self._decoder.biases else ("weight",):
                     spellings = (SPELLINGS[0], self._decoder.family.layers)
                     ours, place = (spellings[i].format(layer, names[part][i]) for i in (column, 1))
-                    yield f"{ours}.{kind}", f"{place}.{kind}", part
+                    bare = column == 0 and part in self._decoder.family.bare
+                    yield ours if bare else f"{ours}.{kind}", f"{place}.{kind}", part
             scale = self._decoder.family.output_scale
             beside = [] if scale is None else [self._first(layer, scale)]
             for full in (*self._of_mixture(layer), *self._of_net(layer), *self._of_latent(layer), *beside):

@@ -243,17 +243,19 @@ def messages_of(turns: Sequence[OllamaMessage]) -> list[Message]:
     """A chat's messages: calls get ids, and results those of the calls that they answer, in their order."""
     found: list[Message] = []
     waiting: list[ToolCall] = []
+    named = True
     for i, turn in enumerate(turns):
         more: dict[str, Any] = {}
         if turn.tool_calls:
-            waiting = []
+            waiting, named = [], any(call.id for call in turn.tool_calls)
             for j, call in enumerate(turn.tool_calls):
                 arguments = json.dumps(call.function.arguments, ensure_ascii=False)
                 function = FunctionCall(name=call.function.name, arguments=arguments)
                 waiting.append(ToolCall(id=call.id or f"call_{i}_{j}", type="function", function=function))
             more["tool_calls"] = list(waiting)
         if turn.role == "tool":
-            more["tool_call_id"] = turn.tool_call_id or _answered_call(turn, waiting, i)
+            own = turn.tool_call_id if named else None  # LiteLLM names calls in their results alone
+            more["tool_call_id"] = own or _answered_call(turn, waiting, i)
         content = turn.content if turn.content is not None or turn.tool_calls else ""
         found.append(Message(role=turn.role, content=content, reasoning_content=turn.thinking or None, **more))
     return found

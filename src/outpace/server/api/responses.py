@@ -299,8 +299,18 @@ class Obfuscation(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+def _without_own_tools(value: Any) -> Any:
+    items = value if isinstance(value, list) else ()
+    if any(isinstance(item, dict) and item.get("type") == "additional_tools" for item in items):
+        raise APIError(
+            400, "input has additional_tools, in which Codex describes its tools to OpenAI's own models alone: start it"
+            " with the name of a model that is served (codex -m NAME), and it sends functions", param="input",
+        )  # fmt: skip
+    return value
+
+
 class ResponsesRequest(Parameters):
-    input: str | Items[AnyItem]
+    input: Annotated[str | Items[AnyItem], BeforeValidator(_without_own_tools)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Annotated[

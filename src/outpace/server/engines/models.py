@@ -126,10 +126,10 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     """What an answer's bits depend on beside its request: the model's files, what computes with them, and in what.
 
     ``load``: how the model was loaded, where a revision matters. As in
-    ``fp_5f2a...-a1-0.1.0-bfloat16-kv23040``: 16 digits of the model ("none": it has no files), the version of the
+    ``fp_5f2a...-a1-0.1.0-bfloat16-kvbfloat16``: 16 digits of the model ("none": it has no files), the version of the
     native backend's arithmetic (elsewhere the device, and whether it is strict), that of Outpace, the weights' type and
-    the bytes of a position's keys and values. Reads pieces of the model's files: not for the event loop. Raises
-    OSError.
+    the keys' and values' type (elsewhere their bytes a position). Reads pieces of the model's files: not for the event
+    loop. Raises OSError.
     """
     model = serving.engine.model
     info = model.info
@@ -137,4 +137,4 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     version = arithmetic(info.backend)
     device = f"{info.device}{'-strict' if model.strict else ''}"
     computed = device if version is None else f"a{version}"
-    return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_bytes_per_position}"
+    return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_dtype or info.kv_bytes_per_position}"

@@ -92,12 +92,20 @@ class Connections:
         return False
 
 
-_REFUSAL = APIError(503, "too many connections: try again later", code="too_many_connections")
-_BODY = _REFUSAL.body.model_dump_json().encode()
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
-)
+def _closing(status: int, phrase: str, error: APIError, *headers: str) -> bytes:
+    """An answer on a connection that ends with it, where no request was read."""
+    body = error.body.model_dump_json()
+    own = ("content-type: application/json", f"content-length: {len(body)}", "connection: close", *headers)
+    return "\r\n".join([f"HTTP/1.1 {status} {phrase}", *own, "", body]).encode()
+
+
+_FULL = _closing(
+    503, "Service Unavailable",
+    APIError(503, "too many connections: try again later", code="too_many_connections"), "retry-after: 1",
+)  # fmt: skip
+_LATE = _closing(408, "Request Timeout", APIError(408, "the request took too long to arrive: send it again"))
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer, which may come more than once
+_PROBED = 0.05, 5.0  # seconds until a half-closed connection is written to again, at first and at most
 
 
 class Parser(h11.Connection):
@@ -157,6 +165,23 @@ class Connection(H11Protocol):
             self.transport.abort()
         self._look()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whoever has asked and ends its own side may still read. Whether it does, only writing to it shows."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        self._probe(cycle, _PROBED[0])
+        return True
+
+    def _probe(self, cycle: Any, seconds: float) -> None:
+        """Until the answer begins, which shows it, too."""
+        if cycle.response_started or cycle.disconnected or self.transport.is_closing():
+            return
+        if cycle.scope["http_version"] != "1.0":
+            self.transport.write(_CONTINUE)
+            self.loop.call_later(seconds, self._probe, cycle, min(2 * seconds, _PROBED[1]))
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._look()
@@ -180,7 +205,13 @@ class Connection(H11Protocol):
             return
         self._connections.waits(self)
         if self._late is None:
-            self._late = self.loop.call_later(self._connections.header_timeout, self.transport.close)
+            self._late = self.loop.call_later(self._connections.header_timeout, self._let_go)
+
+    def _let_go(self) -> None:
+        """Its request took too long; one that waits between requests is closed without a word."""
+        if self.cycle is None or self.conn.trailing_data[0]:
+            self.transport.write(_LATE)
+        self.transport.close()
 
     def _stop(self) -> None:
         if self._late is not None:
