@@ -31,7 +31,7 @@ from outpace.params import PARAMETERS, SamplingParams
 from outpace.server.fields import FIELDS
 
 DOCS = Path(__file__).parents[1] / "docs"
-OWN = ("on_step", "cost")  # parameters of Engine that Engine.load hands on
+OWN = ("on_step", "cost", "cache_dir", "cache_size")  # parameters of Engine that Engine.load hands on
 TESTS = Path(__file__).parents[1] / "tests"
 SOURCE = Path(__file__).parents[1] / "src" / "outpace"
 _BETWEEN = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,12 +1,15 @@
 // What Python sees of weights, the runtime that models share, and a model's KV cache.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -179,6 +182,34 @@ auto locked(Model& model, F f) {
     return f(model.kv());
 }
 
+std::optional<nb::bytes> export_block(Model& model, int row, int block, bool windowed) {
+    const int pool = windowed ? kWindowed : kFull;
+    nb::bytes data(nullptr, model.kv().shape().block[static_cast<size_t>(pool)]);
+    auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(data.ptr()));
+    if (!locked(model, [&](KV& kv) { return kv.export_block(row, pool, block, to); })) return std::nullopt;
+    return data;
+}
+
+void import_block(Model& model, int row, const Bytes& data, const std::optional<Bytes>& window, int positions) {
+    const auto& bytes = model.kv().shape().block;
+    if (data.size() != bytes[kFull] || (window && window->size() != bytes[kWindowed]))
+        throw std::invalid_argument("a KV block has other bytes");
+    locked(model, [&](KV& kv) { kv.import_block(row, data.data(), window ? window->data() : nullptr, positions); });
+}
+
+nb::bytes export_state(Model& model, int row, int positions) {
+    std::vector<float> state(model.kv().states().given_floats());
+    locked(model, [&](KV& kv) { kv.states().give(row, positions, state.data()); });
+    return nb::bytes(state.data(), 4 * state.size());
+}
+
+void import_state(Model& model, int row, const Bytes& data) {
+    std::vector<float> state(model.kv().states().given_floats());
+    if (data.size() != 4 * state.size()) throw std::invalid_argument("a recurrent state has other bytes");
+    std::memcpy(state.data(), data.data(), data.size());
+    locked(model, [&](KV& kv) { kv.import_state(row, state.data()); });
+}
+
 template <class F>
 auto of_pool(Runtime& runtime, F f) {
     return with_lock(runtime.lock(), [&] { return f(runtime.pool()); });
@@ -240,6 +271,19 @@ void bind_runtime(nb::module_& m, nb::class_<Model>& model) {
         .def("kv_length", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.length(row); }); })
         .def("kv_reachable", [](Model& x, int row, int n) { return locked(x, [&](KV& kv) { return kv.reachable(row, n); }); })
         .def("kv_keep", [](Model& x, int row) { locked(x, [&](KV& kv) { kv.keep(row); }); })
+        .def("kv_export", &export_block, "row"_a, "block"_a, "windowed"_a,
+            "A block's bytes, for `kv_import` into a model of the same `kv_layout`; None: the row has given it back.")
+        .def("kv_import", &import_block, "row"_a, "data"_a, "window"_a.none(), "positions"_a)
+        .def("kv_states", [](Model& x, int row) { return locked(x, [&](KV& kv) { return kv.state_ends(row); }); })
+        .def("kv_export_state", &export_state, "row"_a, "positions"_a)
+        .def("kv_import_state", &import_state, "row"_a, "data"_a)
+        .def_prop_ro("kv_layout",
+            [](Model& x) {
+        const KV& kv = x.kv();
+        const KVShape& shape = kv.shape();
+        return std::make_tuple(
+            static_cast<int>(shape.type), shape.block[kFull], shape.block[kWindowed], shape.window, 4 * kv.states().given_floats());
+    }, "Type of keys and values, bytes of a block and of a windowed one, the longest window, and bytes of a recurrent state.")
         .def_prop_ro("windowed", [](Model& x) { return x.kv().windowed(); })
         .def_prop_ro("recurrent", [](Model& x) { return x.kv().states().shape().layers > 0; })
         .def("kv_truncate", [](Model& x, int row, int n) { locked(x, [&](KV& kv) { kv.truncate(row, n); }); })

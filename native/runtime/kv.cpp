@@ -60,6 +60,7 @@ int KV::alloc() {
     while (row < rows_.size() && rows_[row].used) ++row;
     if (row == rows_.size()) rows_.emplace_back();
     rows_[row].used = true;
+    rows_[row].awaits = false;
     return static_cast<int>(row);
 }
 
@@ -72,6 +73,7 @@ void KV::free(int row) {
 }
 
 int KV::reachable(int row, int n) const {
+    if (at(row).awaits) return 0;
     int most = std::min(std::max(n, 0), at(row).length);
     for (;;) {
         const int found = within_windows(row, recurrent() ? states_.reachable(row, most) : most);
@@ -144,6 +146,7 @@ void KV::truncate(int row, int n) {
             "cannot truncate KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " to " + std::to_string(n));
     checked(row, n, "keep");
     if (recurrent()) states_.truncate(row, n);
+    r.awaits = r.awaits && n > 0;
     if (n > 0 && !has_window(r, n)) {
         const auto kept = kept_at(row, n);
         for (Block* block : kept->blocks) pools_[kWindowed].own(block);
@@ -176,7 +179,7 @@ void KV::pass(Row& row) {
 void KV::settle() {
     for (size_t i = 0; i < rows_.size(); ++i) {
         Row& row = rows_[i];
-        if (const int at = static_cast<int>(i); recurrent() && row.used && states_.length(at) != row.length) {
+        if (const int at = static_cast<int>(i); recurrent() && row.used && !row.awaits && states_.length(at) != row.length) {
             states_.clear(at);  // the forward had gone over some of its tokens
             drop_kept_if([&](const Kept& kept) { return kept.row == at; });
             row.length = 0;
@@ -220,9 +223,13 @@ void KV::copy(Row& row, int pool, size_t i) {
 }
 
 void KV::grow(const std::vector<Need>& needs) {
-    for (const auto& [row, n, _] : needs)
+    for (const auto& [row, n, _] : needs) {
         if (n < 0 || n > std::numeric_limits<int>::max() - at(row).length)
             throw std::invalid_argument("KV row " + std::to_string(row) + " cannot grow by " + std::to_string(n) + " positions");
+        if (at(row).awaits)
+            throw std::invalid_argument(
+                "KV row " + std::to_string(row) + " has not taken its " + (recurrent() ? "recurrent state" : "window") + " yet");
+    }
     Counts count{};
     int64_t beside = 0;
     std::unordered_map<const Block*, int> left;  // owners of a shared last block that have not copied it
@@ -363,6 +370,56 @@ void KV::fork(int src, int dst, int n) {
     keep_windows(dst);  // who begins like it may, too
 }
 
+bool KV::export_block(int row, int pool, int i, uint8_t* to) const {
+    const int blocks = (at(row).length + kBlock - 1) / kBlock;
+    if (i < 0 || i >= blocks)
+        throw std::invalid_argument(
+            "KV row " + std::to_string(row) + " has " + std::to_string(blocks) + " blocks, and none " + std::to_string(i));
+    const size_t size = shape_.block[static_cast<size_t>(pool)];
+    const uint8_t* block = size > 0 ? block_of(row, pool, i) : nullptr;
+    if (!block) return size == 0;
+    std::memcpy(to, block, size);
+    for (int slot = std::min(kBlock, length(row) - i * kBlock); slot < kBlock; ++slot)
+        each_piece(pool, slot, [&](size_t part, size_t at, size_t bytes) { std::memset(to + part + at, 0, bytes); });
+    return true;
+}
+
+void KV::import_block(int row, const uint8_t* from, const uint8_t* window, int n) {
+    Row& r = at(row);
+    if (n < 1 || n > kBlock || r.length % kBlock != 0 || (recurrent() && r.length > 0 && !r.awaits))
+        throw std::invalid_argument(
+            "KV row " + std::to_string(row) + " of length " + std::to_string(r.length) + " cannot take a block of " + std::to_string(n));
+    const std::array<const uint8_t*, kPools> data{from, window};
+    Counts count{};
+    for (size_t pool = 0; pool < kPools; ++pool) {
+        count[pool] = data[pool] ? blocks_for(static_cast<int>(pool), n) : 0;
+        r.blocks[pool].reserve(r.blocks[pool].size() + 1);
+    }
+    reserve(count, "a beginning that a file has");
+    std::vector<Block*>& seen = r.blocks[kWindowed];
+    if (windowed() && !window) {
+        for (; r.first < seen.size(); ++r.first) pools_[kWindowed].give(std::exchange(seen[r.first], nullptr));
+        seen.push_back(nullptr);
+        ++r.first;
+    }
+    for (size_t pool = 0; pool < kPools; ++pool)
+        if (count[pool] > 0) {
+            Block* block = pools_[pool].take();
+            std::memcpy(block->data, data[pool], pools_[pool].size());
+            r.blocks[pool].push_back(block);
+        }
+    r.length += n;
+    r.awaits = recurrent() || !has_window(r, r.length);
+}
+
+void KV::import_state(int row, const float* from) {
+    Row& r = at(row);
+    if (!r.awaits || !recurrent()) throw std::invalid_argument("KV row " + std::to_string(row) + " awaits no recurrent state");
+    reserve({}, "a recurrent state", states_.bytes_for(r.length));
+    states_.take(row, r.length, from);
+    r.awaits = !has_window(r, r.length);
+}
+
 std::vector<int> KV::rows() const {
     std::vector<int> used;
     for (size_t i = 0; i < rows_.size(); ++i)
@@ -382,8 +439,8 @@ void KV::check() const {
     };
     for (const Row& row : rows_) {
         require(row.used || row.length == 0, "a freed KV row still has positions");
-        require(row.length >= 0 && has_window(row, row.length), "a KV row's windows are not there");
-        if (recurrent() && row.used) states_.check(static_cast<int>(&row - rows_.data()), row.length);
+        require(row.length >= 0 && (row.awaits || has_window(row, row.length)), "a KV row's windows are not there");
+        if (recurrent() && row.used && !row.awaits) states_.check(static_cast<int>(&row - rows_.data()), row.length);
         for (int pool = 0; pool < kPools; ++pool) {
             const std::vector<Block*>& blocks = row.blocks[static_cast<size_t>(pool)];
             require(blocks.size() == blocks_for(pool, row.length), "a KV row's blocks do not fit its length");

@@ -100,6 +100,13 @@ public:
     void lengthen(int row, int n) { at(row).length += n; }
     // Gives back what rows have beyond their length, after a forward that failed between the two above.
     void settle();
+    // What a file keeps of a row: a block's bytes as they lie in memory, zeros in slots beyond the row's length, and recurrent
+    // states at the positions `state_ends`. A row that takes blocks can be used once it has those of its window and its state.
+    bool export_block(int row, int pool, int i, uint8_t* to) const;  // false: it has given the block back
+    // Of n positions, behind full blocks; window: null where no window will reach them. Throws MemoryLimit.
+    void import_block(int row, const uint8_t* from, const uint8_t* window, int n);
+    std::vector<int> state_ends(int row) const { return at(row).awaits ? std::vector<int>{} : states_.ends(row); }
+    void import_state(int row, const float* from);  // throws MemoryLimit
     int blocks_of(int row, int pool) const { return static_cast<int>(at(row).blocks[static_cast<size_t>(pool)].size()); }
     const uint8_t* block_of(int row, int pool, int i) const {  // null: given back
         const Block* block = at(row).blocks[static_cast<size_t>(pool)][static_cast<size_t>(i)];
@@ -114,6 +121,7 @@ private:
     using Counts = std::array<size_t, kPools>;
     struct Row {
         bool used = false;
+        bool awaits = false;  // it has taken blocks of a file, and not yet all of its window or its recurrent state
         int length = 0;
         std::array<std::vector<Block*>, kPools> blocks;
         size_t first = 0;  // of the windowed ones that it has; those before are null

@@ -2,6 +2,7 @@
 
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <unordered_map>
 
 namespace outpace {
@@ -189,6 +190,37 @@ void RecurrentStates::check(int row, int positions) const {
     if (length(row) != positions) throw std::logic_error("a row's recurrent state is not where its keys and values end");
     if (base > 0 && !r->state) throw std::logic_error("a row has lost its recurrent state");
     if (base == 0 && r && r->state) throw std::logic_error("a row without positions has a recurrent state");
+}
+
+std::vector<int> RecurrentStates::ends(int row) const {
+    std::vector<int> found;
+    if (const Row* r = find(row); r && r->state) found.push_back(r->base);
+    for (const Snapshot& each : snapshots_)
+        if (each.row == row) found.push_back(each.base);
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
+}
+
+void RecurrentStates::give(int row, int n, float* to) const {
+    const Row* r = find(row);
+    const auto snapshot = at_most(row, n);
+    const bool own = r && r->state && r->base == n;
+    if (!own && (snapshot == snapshots_.end() || snapshot->base != n))
+        throw std::invalid_argument("KV row " + std::to_string(row) + " has no recurrent state after " + std::to_string(n) + " positions");
+    Window window = own ? r->window : snapshot->window;
+    window.fit(shape_, 0);
+    to = std::copy_n((own ? r->state : snapshot->state).get(), shape_.state(), to);
+    std::copy_n(window.before(), Window::before_floats(shape_), to);
+}
+
+void RecurrentStates::take(int row, int n, const float* from) {
+    Row taken{n, state_of(shape_.state()), {}};
+    std::copy_n(from, shape_.state(), taken.state.get());
+    taken.window.fit(shape_, 0);
+    std::copy_n(from + shape_.state(), Window::before_floats(shape_), taken.window.before());
+    at(row) = std::move(taken);
+    snap(row, true);  // who begins like it may be forked there
 }
 
 RecurrentStates::Step RecurrentStates::begin(int row, int settled, int kept) {

@@ -51,6 +51,10 @@ public:
     float* keys(const StateShape& s, int layer, int token) { return record(keys_, s, layer, token, s.keys()); }
     float* updates(const StateShape& s, int layer, int token) { return record(updates_, s, layer, token, s.values()); }
     float* decays(const StateShape& s, int layer, int token) { return record(decays_, s, layer, token, s.value_heads); }
+    float* before() { return inputs_.data(); }  // inputs of the tokens before the first one
+    static size_t before_floats(const StateShape& s) {
+        return static_cast<size_t>(s.taps - 1) * static_cast<size_t>(s.layers) * static_cast<size_t>(s.channels());
+    }
     // Token `from` takes the place of token `to`, which comes before it.
     void move(const StateShape& s, int from, int to);
 
@@ -97,6 +101,10 @@ public:
     int64_t spare_bytes() const;
     bool drop_snapshot();   // the oldest; false: there is none
     int length(int row) const;  // positions that its state is over
+    std::vector<int> ends(int row) const;             // where its states can be given, ascending
+    size_t given_floats() const { return shape_.state() + Window::before_floats(shape_); }
+    void give(int row, int n, float* to) const;       // its states after n positions, one of `ends`, and the inputs before them
+    void take(int row, int n, const float* from);     // such, for an empty row
     void check(int row, int positions) const;  // throws std::logic_error
 
     // May throw std::bad_alloc, and has changed nothing then; `end` takes up what the step has computed.

@@ -56,8 +56,9 @@ SPANS = Recorded()
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
-    engine = Engine.load("demo", drafter="ngram+suffix", max_length=1024)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("kv")
+    engine = Engine.load("demo", drafter="ngram+suffix", max_length=1024, cache_dir=folder)
     with serving(engine, observers=(Metrics(), RequestLog(), Spans(SPANS))) as running:
         yield running
 

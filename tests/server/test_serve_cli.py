@@ -233,3 +233,29 @@ def test_models_are_called_by_names_that_are_no_paths(tmp_path: Path) -> None:
         shown, _ = ask(port, {"model": "llama3:latest"}, "/api/show")
         assert shown == 200
     assert "/" not in published_name(str(blob))
+
+
+def test_what_a_killed_server_has_kept_is_read_by_the_next(tmp_path: Path) -> None:
+    """A conversation goes on at another server: only what is new is read, and its answers are those of one server."""
+    messages = [{"role": "user", "content": "Count the words of this: " + "one two three four " * 40}]
+    body = {**BODY, "messages": messages, "temperature": 0.7, "logprobs": True}
+    followed = [*messages, {"role": "assistant", "content": "One."}, {"role": "user", "content": "And now?"}]
+    with process() as (_, port):
+        expected = [ask(port, body)[1]["choices"], ask(port, {**body, "messages": followed})[1]["choices"]]
+    answers, folder = [], tmp_path / "kv"
+    for turn in (messages, followed):
+        with process("--cache-dir", str(folder), "--cache-size", "1GiB") as (_, port):
+            answers.append(ask(port, {**body, "messages": turn})[1])
+            until = time.monotonic() + 60
+            while not scraped(port, "outpace_disk_written_bytes_total.* (.*)") and time.monotonic() < until:
+                time.sleep(0.05)
+            tokens = scraped(port, "outpace_disk_hit_tokens_total.* (.*)")
+            assert tokens == answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert [answer["choices"] for answer in answers] == expected
+    assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 < 128 <= tokens
+    listed = [sys.executable, "-m", "outpace", "cache", "--cache-dir", str(folder), "--clear", "--json"]
+    told = json.loads(subprocess.run(listed, capture_output=True, check=True).stdout)
+    assert told["freed"] > 0
+    assert [(each["model"], each["files"]) for each in told["models"]] == [("demo", 0)]
+    listed = [each for each in listed if each not in ("--clear", "--json")]
+    assert "0 files  demo" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout

@@ -130,6 +130,7 @@ def test_who_gives_way_when_memory_runs_out_says_the_same(tiny: Tiny) -> None:
 
 def test_keys_are_compared_alike_wherever_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[int, int]] = []
+    found: set[str] = set()
     original = auth.hmac.compare_digest
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -138,14 +139,20 @@ def test_keys_are_compared_alike_wherever_they_differ(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(auth.hmac, "compare_digest", compare)
     keys = Keys([f"secret-key-{i}" for i in range(5)])
-    for given, scope in (("secret-key-0", "key-0"), ("secret-key-4", "key-4"), ("x", None), ("s" * 999, None)):
+    others = Keys(["another", *(f"secret-key-{i}" for i in range(4, -1, -1))])
+    for given, known in (("secret-key-0", True), ("secret-key-4", True), ("x", False), ("s" * 999, False)):
         compared.clear()
-        if scope is None:
+        if not known:
             with pytest.raises(APIError):
                 keys.scope("/v1/models", [f"Bearer {given}"])
         else:
-            assert keys.scope("/v1/models", [f"Bearer {given}"]) == scope
+            scope = keys.scope("/v1/models", [f"Bearer {given}"])
+            assert scope not in found
+            assert given not in scope
+            found.add(scope)
         assert compared == [(32, 32)] * 5
+        if known:  # KV on the disk is shared within it, also when keys have come and gone
+            assert others.scope("/v1/models", [f"Bearer {given}"]) == scope
 
 
 class Loading:

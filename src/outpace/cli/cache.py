@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from outpace.cli.command import Command
@@ -12,12 +13,17 @@ from outpace.common.parameter import option
 def run(
     common: Common,
     clear: Annotated[bool, option("Delete all packed weights; models that are running keep theirs.")] = False,
+    cache_dir: Annotated[
+        Path | None, option("Of that folder of outpace serve --cache-dir, instead: by model.", metavar="DIR")
+    ] = None,
     remove: Annotated[
         list[str] | None, option("Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable.", metavar="NAME")
     ] = None,
 ) -> int:
     """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
     OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
+    if cache_dir is not None:
+        return _prompts(cache_dir, clear, common)
     from outpace.common.units import format_bytes
     from outpace.models.native import weight_cache
 
@@ -53,6 +59,23 @@ def run(
         print(f"{format_bytes(entry.bytes):>10}  {target:<8}  {entry.name}")
     total = format_bytes(sum(entry.bytes for entry in found))
     print(f"{total:>10}  of {format_bytes(limit)} in {where}")
+    return 0
+
+
+def _prompts(folder: Path, clear: bool, common: Common) -> int:
+    from outpace.common.units import format_bytes
+    from outpace.engine import kv_files
+
+    freed = kv_files.clear(folder) if clear else None
+    models = kv_files.models(folder)
+    listed = [{"path": str(path), "model": name, "files": files, "bytes": size} for path, name, files, size in models]
+    if common.emit({"folder": str(folder), "freed": freed, "models": listed}):
+        return 0
+    if freed is not None:
+        print(f"{format_bytes(freed)} freed")
+    for _, name, count, size in models:
+        print(f"{format_bytes(size):>10}  {count:>8} files  {name}")
+    print(f"{format_bytes(sum(size for *_, size in models)):>10}  of prompts in {folder}")
     return 0
 
 

@@ -44,6 +44,12 @@ def run(
     step_stretch: Annotated[
         float, option("Longest step that drafts in a batch may make, in plain steps.", group="limits")
     ] = 2.0,
+    cache_dir: Annotated[
+        Path | None, option("Keep the KV of prompts here, beyond memory and restarts (native).", metavar="DIR")
+    ] = None,
+    cache_size: Annotated[
+        str | None, option("Most of it. Default: 8GiB, or a tenth of what is free.", metavar="SIZE", group="limits")
+    ] = None,
     log_format: Annotated[str, option("text, or json: one object a line.", group="output")] = "text",
     otel: Annotated[bool, option("OpenTelemetry spans, as its environment variables say.", group="output")] = False,
     replicas: Annotated[
@@ -89,7 +95,9 @@ def run(
     configure(log_format)
     few_arenas()
     sys.setswitchinterval(_SWITCH)
+    from outpace.common.units import format_bytes
     from outpace.engine.aio import AsyncEngine
+    from outpace.engine.kv_files import checked_limit
     from outpace.models.load import published_name
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
@@ -104,6 +112,10 @@ def run(
             names = [served_name or load.model, *(also or ())]
         options = {"size": draft.size, "acceptance": draft.acceptance, "max_rows": max_rows}
         options |= {"prefill_delay": prefill_delay, "step_stretch": step_stretch}
+        options |= {"cache_dir": cache_dir, "cache_size": cache_size}
+        if cache_dir is not None:
+            limit = format_bytes(checked_limit(cache_dir, cache_size))
+            print(f"the KV of prompts is kept in {cache_dir}, in at most {limit}", file=sys.stderr, flush=True)
 
         def models() -> Models:
             if not also:

@@ -30,6 +30,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {  # who takes which keywords; written by
         "model", "drafter", "drafters", "tokenizer", "backend", "dtype", "device", "threads", "kv_memory", "kv_dtype",
         "quantize", "strict", "max_length", "revision", "offline", "trust_remote_code", "allow_pickle", "size",
         "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch", "prefix_rows", "on_step", "cost",
+        "cache_dir", "cache_size",
     ),
     "a request (Engine.generate, stream or add)": (
         "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline",

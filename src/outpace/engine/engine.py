@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from outpace.common.arrays import I32
 from outpace.common.fair_lock import any_mine
+from outpace.common.files import StrPath
 from outpace.common.progress import Advance, in_notebook, progress
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
@@ -27,6 +28,7 @@ from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
 from outpace.engine.core import Core
 from outpace.engine.drafting import Drafting
+from outpace.engine.kv_files import Counts
 from outpace.engine.request import Request, Size, StepRecord
 from outpace.engine.results import Delta, Errors, Result
 from outpace.engine.scheduler import Pace, Scheduler
@@ -141,6 +143,7 @@ class Snapshot:
     prefix_rows: int  # kept for requests that begin alike
     preemptions: int
     stats: Stats
+    disk: Counts | None  # of KV that is kept there
 
 
 def snapshot(core: Core, options: EngineOptions, memory: int | None) -> Snapshot:
@@ -160,6 +163,7 @@ def snapshot(core: Core, options: EngineOptions, memory: int | None) -> Snapshot
         prefix_rows=len(scheduler.prefixes),
         preemptions=scheduler.preemptions,
         stats=pooled([core.finished, *(sequence.stats for sequence in begun)]),
+        disk=None if scheduler.store is None else scheduler.store.counts,
     )
 
 
@@ -175,6 +179,8 @@ class Engine:
     ``options``: those of ``EngineOptions``. ``kv_memory``: a hard bound in bytes over target and drafters (never more
     than the model's own). ``cost``: what a forward costs, if that was measured (else it is now, where size is "auto").
     ``on_step``: is given every step's ``StepRecord`` once it is applied; what it raises reaches the caller of ``step``.
+    ``cache_dir``: a folder that keeps the KV of prompts beyond memory and restarts, in at most ``cache_size`` bytes (or
+    "8GiB", the default, where that is not more than a tenth of what is free); it belongs to the native backend.
     """
 
     def __init__(
@@ -187,6 +193,8 @@ class Engine:
         kv_memory: int | None = None,
         cost: Cost | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
+        cache_dir: StrPath | None = None,
+        cache_size: int | str | None = None,
         **options: Unpack[EngineKeywords],
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -203,6 +211,7 @@ class Engine:
             policy = Adaptive(cost or costs.of(model), stretch=self.options.step_stretch)
         drafting = Drafting(self.drafters, policy)
         self._memory = min((bound for bound in (kv_memory, model.kv.limit) if bound is not None), default=None)
+        self._store = intake.kv_store(model, cache_dir, cache_size)
         scheduler = Scheduler(
             model.kv,
             drafting,
@@ -210,6 +219,7 @@ class Engine:
             pace=Pace(self.options.prefill_chunk, self.options.prefill_delay),
             memory=self._memory,
             prefix_rows=self.options.prefix_rows,
+            store=self._store,
         )
         self._core = Core(model, drafting, scheduler)
         self.on_step = on_step
@@ -604,7 +614,10 @@ class Engine:
             closing.callback(self.model.close)
             for drafter in self._all_drafters():
                 closing.callback(drafter.close)
+            if self._store is not None:
+                closing.callback(self._store.close)
             closing.callback(self._core.scheduler.close)
+            closing.callback(self._core.scheduler.save_kept)
             closing.callback(self._deliver)
             for request in list(self._core.requests):
                 error = OutpaceError("the engine was closed while this request ran: make a new one")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.common.habits import HOMES
 from outpace.common.parameter import Choice, Flag, Integer, Interval, check, defined
 from outpace.common.units import format_bytes
@@ -22,9 +23,11 @@ from outpace.control.adaptive import AUTO_SIZE
 from outpace.drafters.base import DraftContext, Drafter, DrafterSource
 from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
+from outpace.engine.kv_files import checked_limit
+from outpace.engine.kv_store import KVStore
 from outpace.engine.request import EngineKeywords, OwnKeywords, RequestKeywords, Size
 from outpace.errors import Argument, MemoryLimitError, ParameterError
-from outpace.models.base import ModelInfo
+from outpace.models.base import Model, ModelInfo
 from outpace.models.host import spare_memory
 from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
 from outpace.models.options import LoadKeywords, LoadOptions
@@ -60,6 +63,8 @@ def load_engines(
     specs, others = [parse(drafter) for drafter in drafters], [parse(drafter) for drafter in more]
     sized = [engine_options if s.size is None else {**engine_options, "size": s.size} for s in specs]
     checked = [EngineOptions(**own) for own in sized]
+    if options.get("cache_dir") is not None:
+        checked_limit(options["cache_dir"], options.get("cache_size"))  # before a model is loaded for nothing
     beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
     if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
@@ -87,6 +92,17 @@ def load_engines(
             engines.append(engine)
         undo.pop_all()
     return engines
+
+
+def kv_store(model: Model, folder: StrPath | None, size: int | str | None) -> KVStore | None:
+    """What keeps KV on the disk, if that was asked for. Raises ParameterError."""
+    if folder is not None:
+        return KVStore(model, folder, size)
+    if size is not None:
+        raise ParameterError(
+            Argument("cache_size", size), " bounds a folder that is not given: add ", Argument("cache_dir")
+        )
+    return None
 
 
 def _closed_by(undo: ExitStack, drafter: Drafter) -> Drafter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from outpace.common.arrays import I32
+from outpace.common.files import StrPath
 from outpace.models.options import LoadKeywords
 from outpace.params import Acceptance, SamplingKeywords, SamplingParams
 
@@ -32,6 +33,8 @@ class OwnKeywords(TypedDict, total=False):
 
     on_step: Callable[[StepRecord], None] | None
     cost: Cost | None
+    cache_dir: StrPath | None
+    cache_size: int | str | None
 
 
 class EngineLoadKeywords(LoadKeywords, EngineKeywords, OwnKeywords, total=False):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.drafting import Drafting
+from outpace.engine.kv_store import KVStore, Reading
 from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
@@ -71,6 +72,7 @@ def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> lis
     return counts
 
 
+_READ = 0.05  # seconds of a step in which a row is read from the disk, at most
 _APART = 64  # positions that are worth keeping what recurrent layers or windows need where rows part
 _FAR = 1 << 26  # positions beyond any window
 PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
@@ -121,6 +123,10 @@ class PrefixCache:
     def tokens(self, row: int) -> I32:
         """What a kept row has KV of, int32 [n]."""
         return self._rows[row]
+
+    def scope(self, row: int) -> str:
+        """Within which a kept row is found."""
+        return self._scopes[row]
 
     def used(self, row: int) -> None:
         """The row has just served."""
@@ -311,9 +317,17 @@ class Scheduler:
     target and drafters."""
 
     def __init__(
-        self, kv: KVCache, drafting: Drafting, *, max_rows: int, pace: Pace, memory: int | None, prefix_rows: int
+        self,
+        kv: KVCache,
+        drafting: Drafting,
+        *,
+        max_rows: int,
+        pace: Pace,
+        memory: int | None,
+        prefix_rows: int,
+        store: KVStore | None = None,
     ) -> None:
-        self._kv, self._drafting = kv, drafting
+        self._kv, self._drafting, self.store = kv, drafting, store
         self._max_rows, self.pace, self._memory = max_rows, pace, memory
         self.prefixes = PrefixCache(prefix_rows)
         self._waiting: list[tuple[Place, Sequence]] = []  # ascending
@@ -389,6 +403,9 @@ class Scheduler:
                         break  # it waits: what runs gives memory back, and what failed once may not fail again
                     failed.append((sequence, f"it could not begin: {error or type(error).__name__}"))
             self._remove(sequence)
+        for sequence in self.running:
+            if sequence.reading is not None:
+                self._read(sequence, sequence.reading)
         while True:
             plan = self._rows(failed)
             if self._fits(plan):
@@ -398,7 +415,8 @@ class Scheduler:
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
         for sequence in self.running:
-            (decoding if sequence.decoding else filling).append(sequence)
+            if sequence.reading is None:
+                (decoding if sequence.decoding else filling).append(sequence)
         if not filling:
             return Plan(decoding, [], failed)
         owners, budget = len({s.request.owner for s in self.running}), self.pace.budget(bool(decoding))
@@ -488,6 +506,9 @@ class Scheduler:
             donor, shared = (-1, None), 0  # alone, it fits: what is kept makes way
             self.close()
         shared, common = self._known(sequence, *donor, shared)
+        if (reading := self._on_disk(sequence, shared)) is not None:  # it goes on behind whole blocks
+            whole = 0 if self._kv.recurrent else shared // self._kv.block * self._kv.block
+            shared = common = whole if whole and self._kv.reachable(donor[0], whole) == whole else 0
         row = self._kv.alloc()
         self._top = max(self._top, row + 1)
         try:
@@ -499,7 +520,7 @@ class Scheduler:
             raise
         if sequence.cached and donor[1] is not None and donor[1].request is sequence.request:
             sequence.prompt_logprobs = list(donor[1].prompt_logprobs)
-        sequence.row = row
+        sequence.row, sequence.reading = row, reading
         self._remove(sequence)
         self.running.append(sequence)
         self._turns.begin(sequence)
@@ -509,6 +530,47 @@ class Scheduler:
             if donor[1] is None:
                 self.prefixes.used(donor[0])
         return True
+
+    def _on_disk(self, sequence: Sequence, shared: int) -> Reading | None:
+        """The beginning that is to be read from the disk, though so many positions are shared."""
+        if self.store is None or not self._stored(sequence) or sequence.request.params.prompt_logprobs is not None:
+            return None
+        if sequence.chain is None:
+            sequence.chain = self.store.chain(sequence.request.cache_scope)
+        found = self.store.find(sequence.chain, sequence.tokens[: sequence.length - 1], shared)
+        reached = max(shared, 0 if found is None else found.positions)
+        if self._kv.recurrent and (parts := sequence.chain.stored * self._kv.block) - reached >= _APART:
+            sequence.branch = max(sequence.branch, parts)  # its state is kept for who comes next
+        return found
+
+    def _stored(self, sequence: Sequence) -> bool:
+        """Whether the disk may have, and get, what the sequence has KV of."""
+        return self.store is not None and sequence.request.reuse_prefix and sequence.error is None
+
+    def _read(self, sequence: Sequence, reading: Reading) -> None:
+        """Go on with what is read from the disk, for a part of a step."""
+        assert self.store is not None
+        self._sure = 0  # it takes memory
+        more = self.store.read(reading, sequence.row, _READ)
+        length, before = self._kv.length(sequence.row), sequence.cached
+        if not more and self._kv.reachable(sequence.row, length) != length:  # its states are missing
+            self._kv.truncate(sequence.row, 0)
+            length = 0
+        sequence.cached, sequence.reading = length, reading if more else None
+        sequence.stats.reused_tokens += length - before
+
+    def save(self, sequence: Sequence) -> None:
+        """A part of its prompt has been read: the disk gets it."""
+        chain = sequence.chain if self._stored(sequence) and sequence.reading is None else None
+        if self.store is not None and chain is not None:
+            self.store.save(chain, sequence.row, sequence.tokens[: sequence.cached])
+
+    def save_kept(self) -> None:
+        """The disk gets what it was too slow for, however long that takes."""
+        for row in self.prefixes.rows if self.store is not None else ():
+            assert self.store is not None
+            chain = self.store.chain(self.prefixes.scope(row))
+            self.store.save(chain, row, self.prefixes.tokens(row), ended=True, wait=True)
 
     def _known(self, sequence: Sequence, donor: int, source: Sequence | None, shared: int) -> tuple[int, int]:
         """How many positions to share, and of how many tokens a drafter may know from the donor."""
@@ -650,7 +712,7 @@ class Scheduler:
         runs = {id(s) for s in self.running}
         waiting = [s for s in living if id(s) not in runs]
         for sequence in waiting:
-            sequence.row, sequence.native = -1, None
+            sequence.row, sequence.native, sequence.reading = -1, None, None
             self._begin_again(sequence)
         if self.prefixes.fault(rows - {s.row for s in self.running}) is not None:
             self.prefixes = PrefixCache(self.prefixes.most)
@@ -689,13 +751,16 @@ class Scheduler:
     def _leave(self, sequence: Sequence, keep: bool = False) -> None:
         """The sequence gives up its row; whatever interrupts this, the row is not lost."""
         row = sequence.row
-        shares = sequence.request.reuse_prefix and sequence.error is None and self.prefixes.most > 0
+        shares = sequence.request.reuse_prefix and sequence.error is None and sequence.reading is None
         keep = keep and shares and self._kv.length(row) >= PIECE
+        if keep and self.store is not None and sequence.chain is not None:
+            self.store.save(sequence.chain, row, sequence.tokens[: self._kv.length(row)], ended=True)
+        keep = keep and self.prefixes.most > 0
         try:
             self._drafting.release(sequence, kept=keep)
         finally:
             self.running.remove(sequence)
-            sequence.row, sequence.native = -1, None
+            sequence.row, sequence.native, sequence.reading = -1, None, None
             if keep:
                 self.prefixes.keep(row, sequence.tokens[: self._kv.length(row)], sequence.request.cache_scope)
                 if len(self.prefixes) > self.prefixes.most:

@@ -14,6 +14,7 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32
+from outpace.engine.kv_store import Chain, Reading
 from outpace.engine.request import Request
 from outpace.engine.results import TARGET, Delta, FinishReason, Result
 from outpace.engine.statistics import Counted, Stats
@@ -83,6 +84,8 @@ class Sequence:
         self.ruled = bool(chooser.rules)
         self.branch = 0  # where its beginning parts from another row's that could not be shared so far
         self.cached = 0  # positions whose KV is written
+        self.chain: Chain | None = None  # names of its beginnings on the disk
+        self.reading: Reading | None = None  # what its row is given from there
         self.finish_reason: FinishReason | None = None
         self.stopped_by: str | int | None = None
         self.error: str | None = None

@@ -410,6 +410,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])
     for chunk in plan.chunks:
         chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
+        core.scheduler.save(chunk.sequence)
     if core.on_step is not None:
         core.on_step(record(step, ends, row_numbers, clock))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -243,6 +244,24 @@ class Output(Protocol):
         """Of the batch's hidden layers, at packed indices of the rows that keep them. A handle: no copy."""
 
 
+_NOT_EXPORTED = "this cache exports nothing: see KVCache.layout"
+
+
+class KVLayout(NamedTuple):
+    """What exported keys, values and states are.
+
+    ``block_bytes``, ``window_bytes``, ``state_bytes``: of an exported block, of one of windowed layers and of recurrent
+    states (0: there are none). ``window``: positions that windowed layers see, at most, the token itself among them.
+    ``made``: everything beside the model's files that their bytes depend on.
+    """
+
+    block_bytes: int
+    window_bytes: int
+    window: int
+    state_bytes: int
+    made: tuple[str, ...]
+
+
 class KVCache(Protocol):
     """Keys and values of rows, in blocks that rows take as they grow and share by reference.
 
@@ -311,6 +330,35 @@ class KVCache(Protocol):
     def fork(self, src: int, dst: int, n: int) -> None:
         """Make ``dst``'s first ``n`` positions those of ``src``, by reference; ``dst``, which was empty, ends there."""
 
+    @property
+    def layout(self) -> KVLayout | None:
+        """What is exported of rows; None: nothing can be."""
+        return None
+
+    def export_block(self, row: int, block: int, windowed: bool = False) -> bytes | None:
+        """The keys and values of ``block`` of ``row``, of layers that see every position or of ``windowed`` ones, for
+        ``import_block`` of a cache with the same layout; None: the row has given it back."""
+        raise ValueError(_NOT_EXPORTED)
+
+    def import_block(self, row: int, data: memoryview, positions: int, window: memoryview | None = None) -> None:
+        """Lengthen ``row``, whose blocks are full, by the first ``positions`` of a block: its ``data``, and ``window``,
+        that of windowed layers, where windows at the end of what is imported reach it. The row is of no use before it
+        has all of those and, with recurrent layers, for which it was empty, before ``import_state``. Raises
+        MemoryLimitError."""
+        raise ValueError(_NOT_EXPORTED)
+
+    def state_ends(self, row: int) -> list[int]:
+        """Numbers of positions, ascending, after which recurrent states of ``row`` can be exported."""
+        return []
+
+    def export_state(self, row: int, positions: int) -> bytes:
+        """The recurrent states of ``row`` after so many ``positions``, one of ``state_ends``."""
+        raise ValueError(_NOT_EXPORTED)
+
+    def import_state(self, row: int, data: memoryview) -> None:
+        """Give ``row``, which has just taken blocks, the states at its end, ``data``. Raises MemoryLimitError."""
+        raise ValueError(_NOT_EXPORTED)
+
     def growth(self, row: int, n: int, settled: int = 0) -> int:
         """Bytes that ``n`` more positions of ``row`` would take now, a copy of a shared block included, without those
         that it gives back for them. ``settled``: of these positions, how many recurrent layers go over for good, as
@@ -346,6 +394,7 @@ class Model(Protocol):
     kv: KVCache
     strict: bool = False  # whether the torch backend was asked for bits that depend on nothing computed beside them
     drafts: bool = False  # whether its files have a layer that drafts, which `mtp` uses
+    path: Path | None = None  # its files: a folder or a .gguf file, where it was loaded from such
     lock: FairLock  # engines over the model take it for a step, so that they may run in several threads
 
     @property

@@ -71,7 +71,7 @@ class Keys:
                 401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
-        return f"key-{found}"
+        return f"key-{given[:8].hex()}"  # not its number: what is shared may outlive this list of keys
 
 
 class Web:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -16,7 +17,7 @@ from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
-from outpace.models.base import Batch, KVCache, Model, ModelInfo
+from outpace.models.base import Batch, KVCache, KVLayout, Model, ModelInfo
 from outpace.models.host import usable_cores
 from outpace.models.native.build import build_head, build_weights, kv_bytes, kv_type, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
@@ -77,6 +78,36 @@ class NativeKV(KVCache):
     def fork(self, src: int, dst: int, n: int) -> None:
         try:
             self._live().kv_fork(src, dst, n)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+
+    @property
+    def layout(self) -> KVLayout:
+        handle = self._live()
+        kind, block, windowed, window, state = handle.kv_layout
+        arithmetic = f"{_fast.native.ARITHMETIC}.{_fast.INTERFACE}"
+        made = (kind, block, windowed, state, handle.isa)  # vectors of values go by the path
+        return KVLayout(block, windowed, window, state if handle.recurrent else 0, (arithmetic, *map(str, made)))
+
+    def export_block(self, row: int, block: int, windowed: bool = False) -> bytes | None:
+        return self._live().kv_export(row, block, windowed)
+
+    def import_block(self, row: int, data: memoryview, positions: int, window: memoryview | None = None) -> None:
+        try:
+            seen = None if window is None else np.asarray(window)
+            self._live().kv_import(row, np.asarray(data), seen, positions)
+        except _fast.native.MemoryLimit as error:
+            raise MemoryLimitError(str(error)) from error
+
+    def state_ends(self, row: int) -> list[int]:
+        return self._live().kv_states(row)
+
+    def export_state(self, row: int, positions: int) -> bytes:
+        return self._live().kv_export_state(row, positions)
+
+    def import_state(self, row: int, data: memoryview) -> None:
+        try:
+            self._live().kv_import_state(row, np.frombuffer(data, np.uint8))
         except _fast.native.MemoryLimit as error:
             raise MemoryLimitError(str(error)) from error
 
@@ -212,6 +243,7 @@ def load_native(
         expert_bytes=handle.expert_bytes,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
+    made.path = path.path if isinstance(path, GGUFFile) else Path(path)
     made.lost = weights.lost
     made.stored = {bool(window): i for i, window in enumerate(model.windows) if model.stores(i)}
     if weights.drafts:

@@ -215,6 +215,16 @@ def _now(families: _Families, model: str, seen: _Seen) -> None:
     gauge("outpace_kv_limit_bytes", "Most bytes of KV.", ours, its.kv_bound)
     gauge("outpace_kv_blocks", "Blocks of KV in use.", ours, its.kv_bytes // its.block_bytes)
     gauge("outpace_prefix_rows", "Rows kept for requests with the same beginning.", ours, its.prefix_rows)
+    if (disk := its.disk) is not None:
+        for what, words, value in (
+            ("hits", "Beginnings of prompts that were read from the disk.", disk.hits),
+            ("hit_tokens", "Tokens of those.", disk.tokens),
+            ("read_bytes", "KV read from the disk.", disk.read),
+            ("written_bytes", "KV written to the disk.", disk.written),
+            ("evicted_files", "Files deleted, since others were used later.", disk.evicted),
+            ("damaged_files", "Files that were not what was written.", disk.damaged),
+        ):
+            families.count(f"outpace_disk_{what}", words, ours, value)
     gauge("vllm:num_requests_running", "Rows that prefill or decode.", theirs, its.running)
     gauge("vllm:num_requests_waiting", "Samples that wait for a row.", theirs, its.waiting)
     gauge("vllm:kv_cache_usage_perc", "Share of KV in use, 0 to 1.", theirs, its.kv_bytes / its.kv_bound)
