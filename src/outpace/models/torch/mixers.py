@@ -182,10 +182,11 @@ def _check_steps(module: Any) -> None:
 def in_attentions_place(module: Any, found: Sequence[Mixer]) -> list[Any]:
     """Modules that layers have in the place of attention: recurrent ones, and of layers that only feed forward all."""
     family = families.of_class(type(module).__name__)
-    single = family is not None and family.single
-    kinds = module.config.layer_types if single else []
-    fed = [layer for kind, layer in zip(kinds, module.model.layers, strict=False) if kind in families.FEEDING]
-    return [*(each.module for each in found), *fed]
+    modules = [each.module for each in found]
+    if family is not None and family.single:
+        kinds = module.config.layer_types
+        modules += [layer for kind, layer in zip(kinds, module.model.layers, strict=True) if kind in families.FEEDING]
+    return modules
 
 
 def attending_layers(module: Any) -> list[bool]:
