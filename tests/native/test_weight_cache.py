@@ -344,3 +344,26 @@ def test_where_and_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OUTPACE_WEIGHT_CACHE_LIMIT", "much")
     with pytest.raises(ParameterError, match="OUTPACE_WEIGHT_CACHE_LIMIT: 'much' is not an amount"):
         weight_cache.limit()
+
+
+def test_a_writer_may_be_waited_for_before_it_runs(tiny: Tiny, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread that loads the same model may wait at any time."""
+    start = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "outpace-weights":
+            weight_cache.settle()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    load_native(tiny.path("Q8_0", **SIZES), threads=1).close()
+    assert len(files(cache)) == 1
+
+
+def test_a_limit_that_is_none_is_one_line(
+    tiny: Tiny, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OUTPACE_WEIGHT_CACHE_LIMIT", "much")
+    load_native(tiny.path("Q8_0", **SIZES), threads=1).close()
+    assert files(cache) == []
+    assert "are not kept: OUTPACE_WEIGHT_CACHE_LIMIT: 'much' is not an amount" in caplog.text

@@ -135,12 +135,12 @@ def keep(where: Place, packer: packed.Packer) -> None:
         where.name, format_bytes(size), where.path.parent,
     )  # fmt: skip
     writer = threading.Thread(target=_write, args=(where, packer, size), name="outpace-weights")
-    _writers[where.path] = writer
     try:
         writer.start()
     except RuntimeError as error:  # no more threads
-        del _writers[where.path]
         log.warning("%s: the packed weights are not kept: %s", where.name, error)
+        return
+    _writers[where.path] = writer  # once it runs: another thread that loads may join it from here on
 
 
 def settle(path: StrPath | None = None) -> None:
@@ -149,7 +149,7 @@ def settle(path: StrPath | None = None) -> None:
         if path is None or its == Path(path):
             writer.join()
             if _writers.get(its) is writer:
-                del _writers[its]
+                _writers.pop(its, None)  # another thread may have been first
 
 
 def _write(where: Place, packer: packed.Packer, size: int) -> None:
@@ -160,7 +160,7 @@ def _write(where: Place, packer: packed.Packer, size: int) -> None:
         where.path.parent.mkdir(parents=True, exist_ok=True)
         _make_room(where, size)
         packed.write(where.path, where.name, where.key, packer.made)
-    except OSError as error:
+    except (OSError, ParameterError) as error:
         log.warning("%s: the packed weights are not kept: %s", where.name, error)
         return
     log.info(
