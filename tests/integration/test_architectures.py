@@ -365,8 +365,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "no attention of its own",
     ),
     "bloom": (lambda: tiny("bloom", n_head=4, n_layer=2), "takes no positions"),
-    "falcon_h1": (
-        lambda: tiny("falcon_h1", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, head_dim=8),
+    "bamba": (
+        lambda: tiny("bamba", mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_expand=2),
         "recurrent state",
     ),
 }  # fmt: skip
