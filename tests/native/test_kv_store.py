@@ -272,6 +272,8 @@ def test_every_byte_of_a_file_is_checked(tmp_path: Path, rng: np.random.Generato
         assert not path.exists()
     path.with_name("b.block").write_bytes(whole)
     assert store.read("b.block", 90) is None  # whole, but of another name
+    os.mkfifo(path)
+    assert store.read("a.block", 90) is None  # a pipe without a writer is not waited for
 
 
 def test_what_was_not_used_for_longest_goes_first(tiny: Tiny, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -288,6 +290,35 @@ def test_what_was_not_used_for_longest_goes_first(tiny: Tiny, tmp_path: Path, rn
         reused = [served(engine, texts[i], params).stats.reused_tokens for i in (3, 0, 1)]
     assert reused[:2] == [320, 320]
     assert reused[2] < 320
+
+
+def test_files_of_others_stay(tiny: Tiny, text: list[int], tmp_path: Path) -> None:
+    """A folder that has more than KV: neither the bound nor ``clear`` nor the search for half-written files."""
+    others = [
+        tmp_path / name for name in ("game/a.block", "game/states/b.state", "mail/deep/.draft.tmp", "game/.x.tmp")
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1 << 20))
+        os.utime(path, (0, 0))
+    (tmp_path / "game/model.json").write_text('{"model": "chess"}')
+    path = tiny.path("Q4_1", context=2048)
+    limit = 4 * load_native(path, threads=1).kv.layout.block_bytes
+    with Engine(load_native(path, threads=1), cache_dir=tmp_path, cache_size=limit, prefix_rows=0) as engine:
+        served(engine, text)
+        wait(engine)
+        disk = engine.snapshot().disk
+        assert disk is not None
+        assert disk.evicted > 0
+        home, *more = kv_files.models(tmp_path)
+        assert not more
+        half = home[0] / f".{next(home[0].glob('*.block')).name}.x.tmp"
+        half.touch()
+        os.utime(half, (0, 0))
+    Engine(load_native(path, threads=1), cache_dir=tmp_path).close()
+    assert not half.exists()
+    assert 0 < kv_files.clear(tmp_path) <= limit
+    assert all(path.exists() for path in others)
 
 
 def wait(engine: Engine) -> None:
@@ -327,8 +358,9 @@ def test_scopes_and_requests_that_share_nothing(tiny: Tiny, text: list[int], tmp
         assert not list(kv_files.files(tmp_path))
         served(engine, text, cache_scope="a")
         wait(engine)
-        found = [served(engine, text, cache_scope=scope).stats.reused_tokens for scope in ("b", "a", "")]
-        assert found == [0, 320, 0]
+        scopes = ("b", "a", "", "\ud800")  # the last is no text in UTF-8
+        found = [served(engine, text, cache_scope=scope).stats.reused_tokens for scope in scopes]
+        assert found == [0, 320, 0, 0]
         assert served(engine, text, cache_scope="a", reuse_prefix=False).stats.reused_tokens == 0
         assert served(engine, text, PARAMS.with_(prompt_logprobs=0), cache_scope="a").stats.reused_tokens == 0
 

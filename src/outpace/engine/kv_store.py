@@ -115,7 +115,7 @@ class KVStore:
 
     def chain(self, scope: str) -> Chain:
         """Of a text whose requests have this scope."""
-        root = hashlib.blake2b(f"{self._identity} {scope}".encode(), digest_size=16).hexdigest()
+        root = hashlib.blake2b(f"{self._identity} {scope}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
         return Chain(root, self._kv.block)
 
     # -- into a row --------------------------------------------------------------------------------------------------
