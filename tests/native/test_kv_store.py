@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -20,6 +21,7 @@ from outpace.engine import kv_files
 from outpace.engine.engine import Engine
 from outpace.errors import MemoryLimitError, ParameterError
 from outpace.models.base import Batch, KVLayout
+from outpace.models.fingerprint import fingerprint
 from outpace.models.native.model import NativeModel, load_native
 from outpace.params import SamplingParams
 from tests.driving import finished
@@ -272,6 +274,8 @@ def test_every_byte_of_a_file_is_checked(tmp_path: Path, rng: np.random.Generato
         assert not path.exists()
     path.with_name("b.block").write_bytes(whole)
     assert store.read("b.block", 90) is None  # whole, but of another name
+    os.mkfifo(path)
+    assert store.read("a.block", 90) is None  # a pipe without a writer is not waited for
 
 
 def test_what_was_not_used_for_longest_goes_first(tiny: Tiny, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -288,6 +292,35 @@ def test_what_was_not_used_for_longest_goes_first(tiny: Tiny, tmp_path: Path, rn
         reused = [served(engine, texts[i], params).stats.reused_tokens for i in (3, 0, 1)]
     assert reused[:2] == [320, 320]
     assert reused[2] < 320
+
+
+def test_files_of_others_stay(tiny: Tiny, text: list[int], tmp_path: Path) -> None:
+    """A folder that has more than KV: neither the bound nor ``clear`` nor the search for half-written files."""
+    others = [
+        tmp_path / name for name in ("game/a.block", "game/states/b.state", "mail/deep/.draft.tmp", "game/.x.tmp")
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1 << 20))
+        os.utime(path, (0, 0))
+    (tmp_path / "game/model.json").write_text('{"model": "chess"}')
+    path = tiny.path("Q4_1", context=2048)
+    limit = 4 * load_native(path, threads=1).kv.layout.block_bytes
+    with Engine(load_native(path, threads=1), cache_dir=tmp_path, cache_size=limit, prefix_rows=0) as engine:
+        served(engine, text)
+        wait(engine)
+        disk = engine.snapshot().disk
+        assert disk is not None
+        assert disk.evicted > 0
+        home, *more = kv_files.models(tmp_path)
+        assert not more
+        half = home[0] / f".{next(home[0].glob('*.block')).name}.x.tmp"
+        half.touch()
+        os.utime(half, (0, 0))
+    Engine(load_native(path, threads=1), cache_dir=tmp_path).close()
+    assert not half.exists()
+    assert 0 < kv_files.clear(tmp_path) <= limit
+    assert all(path.exists() for path in others)
 
 
 def wait(engine: Engine) -> None:
@@ -327,8 +360,10 @@ def test_scopes_and_requests_that_share_nothing(tiny: Tiny, text: list[int], tmp
         assert not list(kv_files.files(tmp_path))
         served(engine, text, cache_scope="a")
         wait(engine)
-        found = [served(engine, text, cache_scope=scope).stats.reused_tokens for scope in ("b", "a", "")]
-        assert found == [0, 320, 0]
+        scopes = ("b", "a", "", "\ud800")  # the last is no text in UTF-8
+        found = [served(engine, text, cache_scope=scope) for scope in scopes]
+        assert [result.error for result in found] == [None] * 4
+        assert [result.stats.reused_tokens for result in found] == [0, 320, 0, 0]
         assert served(engine, text, cache_scope="a", reuse_prefix=False).stats.reused_tokens == 0
         assert served(engine, text, PARAMS.with_(prompt_logprobs=0), cache_scope="a").stats.reused_tokens == 0
 
@@ -340,6 +375,30 @@ def test_other_models_and_types_find_nothing(tiny: Tiny, text: list[int], tmp_pa
         with Engine(load_native(paths[i], threads=1, **options), cache_dir=tmp_path) as engine:
             assert served(engine, text).stats.reused_tokens == 0
     assert len({path.parent for path, _ in kv_files.files(tmp_path)}) == 4
+
+
+def test_an_edit_that_the_fingerprint_does_not_see_is_another_model(tmp_path: Path, text: list[int]) -> None:
+    """A row of the embedding, as where a special token is added, between the pieces of a large file."""
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    saved("llama", folder, hidden_size=256, intermediate_size=4096)
+    with Engine(load_native(folder, threads=1), cache_dir=cache) as engine:
+        before = served(engine, text).token_ids
+    (path,) = folder.glob("*.safetensors")
+    told, data = fingerprint(folder), bytearray(path.read_bytes())
+    lead = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:lead])
+    at = lead + header["model.embed_tokens.weight"]["data_offsets"][0]
+    for token in sorted(set(text)):
+        edited = data.copy()
+        edited[at + 1024 * token : at + 1024 * (token + 1)] = np.linspace(-3, 3, 256, dtype=np.float32).tobytes()
+        path.write_bytes(edited)
+        if fingerprint(folder) == told:
+            break
+    assert fingerprint(folder) == told
+    with Engine(load_native(folder, threads=1), cache_dir=cache) as engine:
+        found = served(engine, text)
+    assert found.stats.reused_tokens == 0
+    assert found.token_ids == Engine(load_native(folder, threads=1)).generate(text, PARAMS).token_ids != before
 
 
 def test_a_full_disk_is_a_line_in_the_log(

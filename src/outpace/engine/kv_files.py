@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LIMIT = 8 << 30  # bytes of all files, or a tenth of what is free on the disk, if that is less
 MAGIC = b"OUTPACEK"
 BLOCK, WINDOW, STATE = ".block", ".window", ".state"  # ends of the files' names
+_HOME = _NAME = "[0-9a-f]" * 32  # of a model's folder, of a file's name: what else is there is not ours
 _LEAD = len(MAGIC) + 8 + 16
 _WAITING = 256 << 20  # bytes that wait to be written, at most
 _SPARE = 1 << 30  # bytes of the disk that are left to others
@@ -128,7 +129,8 @@ class KVFiles:
         written is deleted."""
         path = self._home / name
         try:
-            data = path.read_bytes()
+            with open(path, "rb", opener=_unhindered) as file:
+                data = file.read(_LEAD + size + 1) or b""
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -199,8 +201,9 @@ class KVFiles:
                 continue
             try:
                 self._write(*job)
-            except OSError as error:
-                self._trouble(f"KV is not kept in {self._root}: {error.strerror or error}")
+            except (OSError, MemoryError) as error:
+                why = getattr(error, "strerror", None) or str(error) or "out of memory"
+                self._trouble(f"KV is not kept in {self._root}: {why}")
             finally:
                 with self._lock:
                     self._waiting.pop(job[0], None)
@@ -236,10 +239,11 @@ class KVFiles:
 
     def _look(self) -> tuple[int, int]:
         now = time.time()
-        for part in self._root.glob("*/**/.*.tmp"):
-            with suppress(OSError):
-                if now - part.stat().st_mtime > _ABANDONED:
-                    part.unlink()
+        for pattern in (f"{_HOME}/.{_NAME}.*.tmp", f"{_HOME}/states/.{_NAME}-*.tmp"):
+            for part in self._root.glob(pattern):
+                with suppress(OSError):
+                    if now - part.stat().st_mtime > _ABANDONED:
+                        part.unlink()
         return sum(stat.st_size for _, stat in self._files()), 0
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -253,7 +257,7 @@ class KVFiles:
 
 def files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """All files of all models in ``folder``."""
-    for pattern in (f"*/*{BLOCK}", f"*/*{WINDOW}", f"*/states/*{STATE}"):
+    for pattern in (f"{_HOME}/{_NAME}{BLOCK}", f"{_HOME}/{_NAME}{WINDOW}", f"{_HOME}/states/{_NAME}-*{STATE}"):
         for path in folder.glob(pattern):
             with suppress(OSError):
                 yield path, path.stat()
@@ -262,7 +266,7 @@ def files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def models(folder: Path) -> list[tuple[Path, str, int, int]]:
     """Of each model in ``folder``: where its files are, its name, how many there are and their bytes."""
     found = []
-    for about in sorted(folder.glob("*/model.json")):
+    for about in sorted(folder.glob(f"{_HOME}/model.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             name = str(json.loads(about.read_text(encoding="utf-8"))["model"])
             sizes = [stat.st_size for path, stat in files(folder) if about.parent in path.parents]
@@ -277,6 +281,11 @@ def clear(folder: Path) -> int:
         path.unlink(missing_ok=True)
         freed += stat.st_size
     return freed
+
+
+def _unhindered(path: str, flags: int) -> int:
+    """Opens a file; a pipe in its place is not waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _lead(name: str, contents: bytes | memoryview) -> bytes:

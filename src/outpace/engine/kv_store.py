@@ -23,7 +23,7 @@ from outpace.common.version import __version__
 from outpace.engine.kv_files import BLOCK, STATE, WINDOW, Counts, KVFiles, checked_limit
 from outpace.errors import Argument, MemoryLimitError, ParameterError
 from outpace.models.base import Model
-from outpace.models.fingerprint import fingerprint
+from outpace.models.fingerprint import fingerprint, written
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class KVStore:
         about = {
             "model": model.info.name,
             "fingerprint": fingerprint(model.path),
+            "written": written(model.path),
             "dtype": model.info.dtype,
             "max_length": model.info.max_length,  # rotations may depend on it
             "made": [__version__, *layout.made],
@@ -115,7 +116,7 @@ class KVStore:
 
     def chain(self, scope: str) -> Chain:
         """Of a text whose requests have this scope."""
-        root = hashlib.blake2b(f"{self._identity} {scope}".encode(), digest_size=16).hexdigest()
+        root = hashlib.blake2b(f"{self._identity} {scope}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
         return Chain(root, self._kv.block)
 
     # -- into a row --------------------------------------------------------------------------------------------------
