@@ -25,7 +25,8 @@ from outpace.common.parameter import definitions
 from outpace.drafters.catalogue import METHODS
 from outpace.engine.engine import Engine
 from outpace.engine.intake import EngineOptions
-from outpace.models.families import FAMILIES, WRAPPERS, Family
+from outpace.models.architecture import Family
+from outpace.models.families import FAMILIES, WRAPPERS
 from outpace.models.options import LoadOptions
 from outpace.params import PARAMETERS, SamplingParams
 from outpace.server.fields import FIELDS

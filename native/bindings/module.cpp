@@ -198,7 +198,7 @@ NB_MODULE(_native, m) {
         "bit: \"Q4_0 with 3 tokens\"; \"\" where none does. spoiled: products of so many tokens get a wrong bit, for tests.");
     m.def("read_seconds", &read_seconds, "bytes"_a, "threads"_a, "repeats"_a,
         "Seconds that the threads take to read so many bytes of fresh memory once, the best of `repeats`.");
-    m.def("row_bytes", static_cast<size_t (*)(int, int64_t)>(&row_bytes), "source"_a, "cols"_a);
+    m.def("row_bytes", &row_bytes, "source"_a, "cols"_a);
     m.def("packed_bytes", [](int source, int64_t rows, int64_t cols, const std::string& target) {
         checked_shape(rows, cols);
         return packed_bytes(source, static_cast<int>(rows), static_cast<int>(cols), target_of(target));

@@ -55,7 +55,7 @@ template <KVType type>
 struct Attention {
     const AttentionJob& job;
     const int dim = job.dim_padded;  // of keys
-    const int value_dim = job.value_padded, row = row_bytes(type, job.value_padded);
+    const int value_dim = job.value_padded, row = kv_row_bytes(type, job.value_padded);
     static constexpr bool whole_numbers = integers(type);
     static constexpr int most = whole_numbers ? kIntegerQueries : kQueries;  // queries of a tile
     const bool whole = job.parts[0] == nullptr;

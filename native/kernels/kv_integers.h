@@ -84,7 +84,7 @@ INLINE F load_scales(const uint8_t* p) {
 }
 template <KVType type>
 INLINE const uint8_t* scales_of(const uint8_t* part, int dim, int group, int slot) {
-    return part + kBlock * row_bytes(type, dim) + (group * kBlock + slot) * scale_bytes(type);
+    return part + kBlock * kv_row_bytes(type, dim) + (group * kBlock + slot) * scale_bytes(type);
 }
 template <KVType type>
 INLINE float scale_at(const uint8_t* part, int dim, int group, int slot) {
@@ -151,8 +151,8 @@ static void score_integers(
     Pack<i...> queries, Pack<k...> tiles, const SplitQuery* q, const uint8_t* part, int first, int dim, Fetch& fetching, float* scores) {
     constexpr int vectors = static_cast<int>(sizeof...(k));
     Fetch fetch = fetching;
-    const uint8_t* keys = part + first * kSub * row_bytes(type, dim);
-    const int tile = kSub * row_bytes(type, dim), units = dim / 16, size = group_dims(type, dim) / 16;
+    const uint8_t* keys = part + first * kSub * kv_row_bytes(type, dim);
+    const int tile = kSub * kv_row_bytes(type, dim), units = dim / 16, size = group_dims(type, dim) / 16;
     Vectors<vectors> sums[] = {(static_cast<void>(i), zeros(tiles))...};
     for (int g = 0, u = 0; u < units; ++g) {
         const auto begin = [&](const SplitQuery& query) __attribute__((always_inline)) {

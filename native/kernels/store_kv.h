@@ -46,7 +46,7 @@ static uint16_t to_nibbles(const float* x, uint8_t* out) {
 static void put_integers(const float* x, int dim, int dim_padded, KVType type, bool key, uint8_t* part, int slot) {
     alignas(64) float line[kMaxHead + 16]{};
     std::copy(x, x + dim, line);
-    const int row = row_bytes(type, dim_padded), count = groups(type, dim_padded);
+    const int row = kv_row_bytes(type, dim_padded), count = groups(type, dim_padded);
     uint8_t* scales = part + kBlock * row;
     uint8_t bytes[kMaxHead + 16];
     for (int g = 0; g < count && type == KVType::I4; ++g) {

@@ -27,7 +27,7 @@ constexpr int kStateColumns = 32;  // of a tile of a recurrent state
 constexpr bool integers(KVType type) { return type == KVType::I8 || type == KVType::I4; }
 constexpr int element_bytes(KVType type) { return type == KVType::F32 ? 4 : type == KVType::I8 ? 1 : 2; }  // not of I4
 // Bytes of one key or value without its scales.
-constexpr int row_bytes(KVType type, int dim_padded) {
+constexpr int kv_row_bytes(KVType type, int dim_padded) {
     return type == KVType::I4 ? (dim_padded + 31) / 32 * 16 : dim_padded * element_bytes(type);
 }
 // Dimensions that share a scale, and the bytes of one.
@@ -44,7 +44,7 @@ constexpr size_t integer_at(bool key, int slot, int i, int row_bytes) {
 }
 // Bytes of one layer's and head's keys (or values) in a block.
 constexpr size_t part_bytes(KVType type, int dim_padded) {
-    return static_cast<size_t>(kBlock) * static_cast<size_t>(row_bytes(type, dim_padded) + groups(type, dim_padded) * scale_bytes(type));
+    return static_cast<size_t>(kBlock) * static_cast<size_t>(kv_row_bytes(type, dim_padded) + groups(type, dim_padded) * scale_bytes(type));
 }
 
 // Query vectors that share one KV head of one row.

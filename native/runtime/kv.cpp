@@ -269,7 +269,7 @@ void KV::each_piece(int pool, int slot, const F& f) const {
     const KVType type = shape_.type;
     const size_t piece = type == KVType::BF16 ? 4 : static_cast<size_t>(element_bytes(type)), at = static_cast<size_t>(slot);
     const auto each_integer = [&](bool key, size_t part, int dim) {
-        const int row = row_bytes(type, dim), scale = scale_bytes(type);
+        const int row = kv_row_bytes(type, dim), scale = scale_bytes(type);
         for (int i = 0; i < row; ++i) f(part, integer_at(key, slot, i, row), size_t{1});
         for (int g = 0; g < groups(type, dim); ++g)
             f(part, static_cast<size_t>(kBlock * row + scale * (g * kBlock + slot)), static_cast<size_t>(scale));
@@ -277,7 +277,7 @@ void KV::each_piece(int pool, int slot, const F& f) const {
     for (int layer = 0; layer < static_cast<int>(shape_.layers.size()); ++layer) {
         if (shape_[layer].pool != pool) continue;
         const int dim = shape_[layer].dim_padded(), value_dim = shape_[layer].value_padded();
-        const size_t row = static_cast<size_t>(row_bytes(type, dim)), value_row = static_cast<size_t>(row_bytes(type, value_dim));
+        const size_t row = static_cast<size_t>(kv_row_bytes(type, dim)), value_row = static_cast<size_t>(kv_row_bytes(type, value_dim));
         for (int head = 0; head < shape_[layer].heads; ++head) {
             const size_t keys = shape_.keys(layer, head), values = shape_.values(layer, head);
             if (integers(type)) {

@@ -19,8 +19,9 @@ import transformers
 
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
+from outpace.models.architecture import Family
 from outpace.models.base import Batch
-from outpace.models.families import FAMILIES, Family
+from outpace.models.families import FAMILIES
 from outpace.models.native.model import load_native
 from outpace.models.torch import gguf as torch_gguf
 from outpace.models.torch.model import TransformersModel

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from outpace.models import families
+from outpace.models.architecture import MATRICES, DeltaNet, Mixture, StateSpace
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.weights.gguf import TYPES
@@ -220,7 +221,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
     if architecture in ("glm4moe", "ernie4_5-moe", "lfm2moe", "deepseek2"):
         out.add_leading_dense_block_count(1)
 
-    def experts(layer: int, mixture: families.Mixture) -> None:
+    def experts(layer: int, mixture: Mixture) -> None:
         count, inner = s["experts"], s["expert_inner"]
         at = f"blk.{layer}."
         out.add_tensor(f"{at}ffn_gate_inp.weight", rng.normal(0, 0.3, (count, hidden)).astype(np.float32))
@@ -249,7 +250,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         if mixture.choice_bias:
             vector(f"{at}{mixture.choice_bias[0][0]}", count, 0.0)
 
-    def net(layer: int, delta: families.DeltaNet) -> None:
+    def net(layer: int, delta: DeltaNet) -> None:
         at = f"blk.{layer}."
         for part, rows, cols in (("qkv", 192, hidden), ("z", 128, hidden), ("o", hidden, 128)):
             matrix(f"{at}{delta.matrices[part][0]}.weight", rows, cols)
@@ -260,7 +261,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
         for places, n, around in ((delta.decay, 4, -0.5), (delta.dt_bias, 4, 0.0), (delta.norm, 32, 1.0)):
             vector(f"{at}{places[0][0]}", n, around)
 
-    def scan(layer: int, names: families.StateSpace) -> None:
+    def scan(layer: int, names: StateSpace) -> None:
         at = f"blk.{layer}."
         matrix(f"{at}{names.into[0]}.weight", 128 + 128 + 2 * 2 * 16 + 4, hidden)
         matrix(f"{at}{names.o[0]}.weight", hidden, 128)
@@ -297,7 +298,7 @@ def write(path: Path, kind: str, architecture: str, sizes: dict[str, int]) -> No
             norms = {"q_norm": 64, "k_norm": rank}
         dense = mixture is None or (i == 0 and mixture.first is not None)
         fed = (dense or (mixture is not None and mixture.flag is not None)) and feeds[i]
-        parts = [part for part in family.layer if part in families.MATRICES and (fed or part in ("q", "k", "v", "o"))]
+        parts = [part for part in family.layer if part in MATRICES and (fed or part in ("q", "k", "v", "o"))]
         parts = [part for part in parts if part not in missing]
         for part in parts if attends[i] else [part for part in parts if part not in ("q", "k", "v", "o")]:
             fused.setdefault(family.layer[part][0], []).append(part)

@@ -16,6 +16,7 @@ import pytest
 from native_helpers import Tiny, feed
 from test_architectures import saved
 
+from outpace.common import files
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine import kv_files
 from outpace.engine.engine import Engine
@@ -137,7 +138,7 @@ def test_only_the_windows_of_its_end_are_needed(tmp_path: Path, text: list[int])
             found = served(engine, prompt)
             wait(engine)
             assert (found.token_ids, found.stats.reused_tokens) == (expected, reused)
-            assert engine.snapshot().disk.damaged == 0  # type: ignore[union-attr]
+            assert counts(engine).damaged == 0
         windows = sorted(cache.rglob("*.window"), key=lambda path: path.stat().st_mtime_ns)
         for path in windows[: max(len(windows) - kept, 0)]:  # those that the two ends need served last
             path.unlink()
@@ -189,9 +190,7 @@ def test_conversations_read_only_what_is_new_after_restarts(
         drafting = {"drafter": NgramDrafter(), "size": 5} if turn else {}
         with Engine(model, cache_dir=tmp_path, prefill_chunk=100, **drafting) as engine:
             found = served(engine, prompt, params)
-            disk = engine.snapshot().disk
-            assert disk is not None
-            assert disk.tokens == found.stats.reused_tokens
+            assert counts(engine).tokens == found.stats.reused_tokens
         expected = plain.generate(prompt, params)
         assert found.token_ids == expected.token_ids
         assert found.logprobs == expected.logprobs
@@ -251,13 +250,12 @@ def test_a_damaged_file_is_never_used(
             path.unlink()
     with Engine(load(), cache_dir=tmp_path) as engine, caplog.at_level(logging.WARNING):
         assert served(engine, text).token_ids == expected
-        disk = engine.snapshot().disk
-        assert disk is not None
+        disk = counts(engine)
         assert (disk.damaged > 0) == (damage != "gone") == ("is damaged" in caplog.text)
         assert served(engine, text).token_ids == expected
     with Engine(load(), cache_dir=tmp_path) as engine:  # what was damaged was written again
         assert served(engine, text).stats.reused_tokens >= 5 * 64
-        assert engine.snapshot().disk.damaged == 0  # type: ignore[union-attr]
+        assert counts(engine).damaged == 0
 
 
 def test_every_byte_of_a_file_is_checked(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -288,7 +286,7 @@ def test_what_was_not_used_for_longest_goes_first(tiny: Tiny, tmp_path: Path, rn
             served(engine, texts[i], params)
             wait(engine)
             assert sum(stat.st_size for _, stat in kv_files.files(tmp_path)) <= limit
-        assert engine.snapshot().disk.evicted > 0  # type: ignore[union-attr]
+        assert counts(engine).evicted > 0
         reused = [served(engine, texts[i], params).stats.reused_tokens for i in (3, 0, 1)]
     assert reused[:2] == [320, 320]
     assert reused[2] < 320
@@ -309,8 +307,7 @@ def test_files_of_others_stay(tiny: Tiny, text: list[int], tmp_path: Path) -> No
     with Engine(load_native(path, threads=1), cache_dir=tmp_path, cache_size=limit, prefix_rows=0) as engine:
         served(engine, text)
         wait(engine)
-        disk = engine.snapshot().disk
-        assert disk is not None
+        disk = counts(engine)
         assert disk.evicted > 0
         home, *more = kv_files.models(tmp_path)
         assert not more
@@ -321,6 +318,12 @@ def test_files_of_others_stay(tiny: Tiny, text: list[int], tmp_path: Path) -> No
     assert not half.exists()
     assert 0 < kv_files.clear(tmp_path) <= limit
     assert all(path.exists() for path in others)
+
+
+def counts(engine: Engine) -> kv_files.Counts:
+    disk = engine.snapshot().disk
+    assert disk is not None
+    return disk
 
 
 def wait(engine: Engine) -> None:
@@ -404,7 +407,7 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_another_model(tmp_path: Pa
 def test_a_full_disk_is_a_line_in_the_log(
     tiny: Tiny, text: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_files, "_SPARE", 1 << 62)
+    monkeypatch.setattr(files, "SPARE", 1 << 62)
     path = tiny.path("Q4_1", context=2048)
     expected = Engine(load_native(path, threads=1)).generate(text, PARAMS).token_ids
     with Engine(load_native(path, threads=1), cache_dir=tmp_path) as engine, caplog.at_level(logging.WARNING):

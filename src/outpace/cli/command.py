@@ -99,7 +99,7 @@ def _log(verbose: bool) -> None:
     """Log what takes a while, where a person waits."""
     if verbose or sys.stderr.isatty():
         logging.basicConfig(format="%(message)s", force=True)
-        shown = ["outpace"] if verbose else ["outpace.control.cost", "outpace.models.native.weight_cache.told"]
+        shown = ["outpace"] if verbose else ["outpace.control.cost", "outpace.models.native.weight_cache.progress"]
         for name in shown:
             logging.getLogger(name).setLevel(logging.INFO)
 

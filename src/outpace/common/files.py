@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from outpace.errors import ModelError, ParameterError
 
 StrPath = str | os.PathLike[str]  # what a public call takes where it takes a path
+
+SPARE = 1 << 30  # bytes of the disk that folders which grow by themselves leave to others
+_ABANDONED = 3600.0  # seconds after which a half-written file has lost its writer
 
 
 def check_writable(path: Path) -> None:
@@ -45,6 +50,20 @@ def replacing(path: Path, mode: int = 0o644, durable: bool = True) -> Iterator[B
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def sweep(parts: Iterable[Path]) -> None:
+    """Delete those of half-written files whose writer is gone, by their age: ``parts``."""
+    for part in parts:
+        with suppress(OSError):  # it may have been finished, or another process does the same
+            if time.time() - part.stat().st_mtime > _ABANDONED:
+                part.unlink()
+
+
+def crowded(folder: Path, size: int) -> bool:
+    """Whether a file of ``size`` bytes in ``folder`` would leave less than SPARE to the disk's other users. Raises
+    OSError."""
+    return shutil.disk_usage(folder).free < size + SPARE
 
 
 @contextmanager

@@ -292,9 +292,7 @@ class _Bench:
         self.widest = min(WIDTHS[-1], max(model.info.max_length - self.short - 1, 1))
         self._rows: dict[int, list[int]] = {SHORT: [], LONG: []}  # by context
         self.read: dict[_Cell, float] = {}  # experts of a mixture
-        self.prefill = self.prefill_read = (
-            0.0  # seconds of a short row's prompt, and experts of its last 32 tokens or fewer
-        )
+        self.prefill = 0.0  # seconds of a short row's prompt
         try:
             self.prefill = self._fill(SHORT, self.short)
             self._room(self._rows[SHORT][0])

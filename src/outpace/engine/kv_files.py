@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from outpace import _fast
-from outpace.common.files import StrPath, expanded, replacing, write_json
+from outpace.common.files import SPARE, StrPath, crowded, expanded, replacing, sweep, write_json
 from outpace.common.parameter import Amount
 from outpace.common.units import format_bytes
 from outpace.errors import Argument, ModelError, ParameterError
@@ -38,8 +38,6 @@ BLOCK, WINDOW, STATE = ".block", ".window", ".state"  # ends of the files' names
 _HOME = _NAME = "[0-9a-f]" * 32  # of a model's folder, of a file's name: what else is there is not ours
 _LEAD = len(MAGIC) + 8 + 16
 _WAITING = 256 << 20  # bytes that wait to be written, at most
-_SPARE = 1 << 30  # bytes of the disk that are left to others
-_ABANDONED = 3600.0  # seconds after which a half-written file has lost its writer
 _SILENT = 60.0  # seconds for which the same trouble is not logged again
 _SHARE = 16  # the folder is looked through after so small a part of the limit: other processes write, too
 
@@ -82,8 +80,9 @@ class KVFiles:
     """Files of one model, in ``folder / model``. ``limit``: bytes of all files in ``folder``, of whichever model;
     ``about``: which model it is, for people. Only ``close`` and the thread that it ends wait for the disk."""
 
-    def __init__(self, folder: Path, model: str, limit: int, about: dict[str, object]) -> None:
-        self._root, self._home, self.limit = folder, folder / model, limit
+    def __init__(self, folder: StrPath, model: str, limit: int, about: dict[str, object]) -> None:
+        self._root, self.limit = Path(folder), limit
+        self._home = self._root / model
         self._quiet_until = 0.0
         try:
             self._home.mkdir(mode=0o700, exist_ok=True)
@@ -220,34 +219,27 @@ class KVFiles:
 
     def _make_room(self, size: int) -> None:
         """Delete what was not used for longest. Raises OSError where there is no room even so."""
-        full = shutil.disk_usage(self._root).free < size + _SPARE
+        full = crowded(self._root, size)
         if not full and self._since + size <= self.limit // _SHARE and self.size + size <= self.limit:
             return
         self._total, self._since = self._look()
         if full or self.size + size > self.limit:
-            for path, stat in sorted(self._files(), key=lambda each: each[1].st_mtime_ns):
+            for path, stat in sorted(files(self._root), key=lambda each: each[1].st_mtime_ns):
                 if self.size + size <= self.limit * (_SHARE - 1) // _SHARE and not full:
                     break
                 with suppress(FileNotFoundError):
                     path.unlink()
                     self.evicted += 1
                 self._total -= stat.st_size
-                full = full and shutil.disk_usage(self._root).free < size + _SPARE
+                full = full and crowded(self._root, size)
         if full or self.size + size > self.limit:
-            left = f"{format_bytes(_SPARE)} of which stay free" if full else f"of {format_bytes(self.limit)}"
+            left = f"{format_bytes(SPARE)} of which stay free" if full else f"of {format_bytes(self.limit)}"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {left}")
 
     def _look(self) -> tuple[int, int]:
-        now = time.time()
         for pattern in (f"{_HOME}/.{_NAME}.*.tmp", f"{_HOME}/states/.{_NAME}-*.tmp"):
-            for part in self._root.glob(pattern):
-                with suppress(OSError):
-                    if now - part.stat().st_mtime > _ABANDONED:
-                        part.unlink()
-        return sum(stat.st_size for _, stat in self._files()), 0
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        yield from files(self._root)
+            sweep(self._root.glob(pattern))
+        return sum(stat.st_size for _, stat in files(self._root)), 0
 
     def _trouble(self, message: str) -> None:
         if time.monotonic() >= self._quiet_until:
@@ -255,18 +247,18 @@ class KVFiles:
             self._quiet_until = time.monotonic() + _SILENT
 
 
-def files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def files(folder: StrPath) -> Iterator[tuple[Path, os.stat_result]]:
     """All files of all models in ``folder``."""
     for pattern in (f"{_HOME}/{_NAME}{BLOCK}", f"{_HOME}/{_NAME}{WINDOW}", f"{_HOME}/states/{_NAME}-*{STATE}"):
-        for path in folder.glob(pattern):
+        for path in Path(folder).glob(pattern):
             with suppress(OSError):
                 yield path, path.stat()
 
 
-def models(folder: Path) -> list[tuple[Path, str, int, int]]:
+def models(folder: StrPath) -> list[tuple[Path, str, int, int]]:
     """Of each model in ``folder``: where its files are, its name, how many there are and their bytes."""
     found = []
-    for about in sorted(folder.glob(f"{_HOME}/model.json")):
+    for about in sorted(Path(folder).glob(f"{_HOME}/model.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             name = str(json.loads(about.read_text(encoding="utf-8"))["model"])
             sizes = [stat.st_size for path, stat in files(folder) if about.parent in path.parents]
@@ -274,7 +266,7 @@ def models(folder: Path) -> list[tuple[Path, str, int, int]]:
     return found
 
 
-def clear(folder: Path) -> int:
+def clear(folder: StrPath) -> int:
     """Delete all files of all models; servers that run do without. Bytes freed. Raises OSError."""
     freed = 0
     for path, stat in files(folder):

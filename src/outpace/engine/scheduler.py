@@ -567,8 +567,9 @@ class Scheduler:
 
     def save_kept(self) -> None:
         """The disk gets what it was too slow for, however long that takes."""
-        for row in self.prefixes.rows if self.store is not None else ():
-            assert self.store is not None
+        if self.store is None:
+            return
+        for row in self.prefixes.rows:
             chain = self.store.chain(self.prefixes.scope(row))
             self.store.save(chain, row, self.prefixes.tokens(row), ended=True, wait=True)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.models import families, layer_shapes, metadata, multipliers, recurrent, rope
 from outpace.models import latent as latents
-from outpace.models.families import BIASES, KEYS, Family, Mixture
+from outpace.models.architecture import ABSENT, BIASES, KEYS, Family, Mixture
 from outpace.models.latent import Latent
 from outpace.models.layer_shapes import LayerShape
 from outpace.models.multipliers import NONE, Multipliers
@@ -50,7 +50,7 @@ class Experts:
     """A mixture of ``count`` experts of ``inner`` size, of which a token goes to ``used``.
 
     ``shared``: inner size of the expert that every token goes to; 0: there is none. ``score``, ``renormalise``,
-    ``least_total``: as ``families.Mixture`` has them; weights are multiplied by ``scale``.
+    ``least_total``: as ``Mixture`` has them; weights are multiplied by ``scale``.
     """
 
     count: int
@@ -315,7 +315,7 @@ def from_config(folder: Path, config: Mapping[str, Any], verdict: str) -> Decode
         inner = f" around {config.get('text_config', {}).get('model_type')!r}" if named in families.WRAPPERS else ""
         raise facts.fail(f"the architecture {named!r}{inner} is not one of {known}")
     renamed = {name: config[alias] for alias, name in family.aliases.items() if alias in config}
-    facts = Facts(str(folder), {**families.ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
+    facts = Facts(str(folder), {**ABSENT, **family.absent, **config, **renamed}, verdict=verdict)
     if family.single:
         facts = facts.about({**facts.all, **recurrent.single_layers(facts)})
     if "auto_map" in config and not family.brings_code:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.models import families, rope
-from outpace.models.families import KEYS, Family
+from outpace.models import architecture, rope
+from outpace.models.architecture import KEYS, Family
 from outpace.models.weights.facts import Facts
 
 _MOST = 1 << 12  # of any size
@@ -67,7 +67,7 @@ def spread(facts: Facts, family: Family) -> tuple[float, float]:
     return 1.0, rope.mscale(facts.number("rope.scaling.factor"), by) ** 2
 
 
-def from_config(facts: Facts, rule: families.Latent) -> Latent:
+def from_config(facts: Facts, rule: architecture.Latent) -> Latent:
     """A folder's latent attention."""
     rotated = facts.whole("qk_rope_head_dim", most=_MOST)
     if rotated % 2:

@@ -21,7 +21,7 @@ from outpace.common.progress import progress
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
 from outpace.models import demo, families
-from outpace.models.families import Family
+from outpace.models.architecture import ATTENDING, Family
 from outpace.models.options import LoadOptions
 from outpace.models.refused import RECURRENT_LAYERS, refuse_images, refuse_misspelt, refuse_recurrent
 from outpace.models.weights import safetensors, tensors
@@ -323,7 +323,7 @@ def _recurs(source: Source, gguf: GGUFFile | None) -> bool:
         return family is not None and family.recurrent is not None
     config = read_config(source.path)
     kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
-    return any(kind not in families.ATTENDING for kind in kinds)
+    return any(kind not in ATTENDING for kind in kinds)
 
 
 def _file_family(gguf: GGUFFile) -> Family | None:

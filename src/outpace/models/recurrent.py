@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outpace.models import families
-from outpace.models.families import ATTENDING, Family
+from outpace.models import architecture
+from outpace.models.architecture import ATTENDING, Family
 from outpace.models.weights.facts import Facts, brief
 
 _Kind = TypeVar("_Kind", bound="DeltaNet | ShortConv")
@@ -104,7 +104,9 @@ def from_config(facts: Facts, family: Family, layers: int) -> tuple[DeltaNet | S
     return _fitting(facts, net, tuple(kind == "linear_attention" for kind in kinds))
 
 
-def _folder_scan(facts: Facts, rule: families.StateSpace, layers: int) -> tuple[StateSpace | None, tuple[bool, ...]]:
+def _folder_scan(
+    facts: Facts, rule: architecture.StateSpace, layers: int
+) -> tuple[StateSpace | None, tuple[bool, ...]]:
     """What a folder's state spaces are, and which layers are such."""
     kinds = ["mamba"] * layers if rule.beside else facts.get("layer_types")
     scans = ("linear_attention", "mamba")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.errors import ParameterError
+from outpace.models.architecture import MATRICES
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES
 from outpace.models.load import Source
 from outpace.models.native.build import open_weights
 from outpace.models.weights.tensors import Weights

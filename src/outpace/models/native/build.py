@@ -15,8 +15,8 @@ from outpace.common.arrays import F32
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models import decoder as decoders
 from outpace.models import recurrent
+from outpace.models.architecture import BIASES, NORMS
 from outpace.models.decoder import Decoder
-from outpace.models.families import BIASES, NORMS
 from outpace.models.native import weight_cache
 from outpace.models.native.packed import Make, Packer, Source, UnusableError
 from outpace.models.weights import tensors

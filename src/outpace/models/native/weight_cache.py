@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace import _fast
-from outpace.common.files import StrPath, cache_dir, expanded
+from outpace.common.files import SPARE, StrPath, cache_dir, crowded, expanded, sweep
 from outpace.common.units import format_bytes, parse_bytes
 from outpace.common.version import __version__
 from outpace.errors import ParameterError
@@ -31,13 +30,11 @@ from outpace.models.host import available_memory
 from outpace.models.native import packed
 
 log = logging.getLogger(__name__)
-told = log.getChild("told")  # what a command line shows without being asked: it takes room on the disk
+progress = log.getChild("progress")  # what a command line shows without being asked: it takes room on the disk
 
 SMALLEST = 32 << 20  # bytes of a model's files; packing less takes no longer than a person notices
 LIMIT = 32 << 30  # bytes of all files
 HUGE = 0.9  # share in huge pages from which weights stay where they are mapped
-_SPARE = 1 << 30  # bytes of the disk that are left to others
-_ABANDONED = 3600.0  # seconds after which a half-written file has lost its writer
 _SUFFIX = ".packed"
 _writers: dict[Path, threading.Thread] = {}
 
@@ -130,7 +127,7 @@ def keep(where: Place, packer: packed.Packer) -> None:
     """Write what was packed, in place of what is older, beside whatever the model does meanwhile. Where that cannot be,
     a line says so. The process does not end before it is written."""
     size = packed.size_of(packer.made)
-    told.info(
+    progress.info(
         "%s: %s of packed weights go to %s meanwhile, for the next start (OUTPACE_WEIGHT_CACHE=0: none are kept)",
         where.name, format_bytes(size), where.path.parent,
     )  # fmt: skip
@@ -199,10 +196,7 @@ def _make_room(where: Place, size: int) -> None:
     most, home = limit(), where.path.parent
     if size > most:
         raise OSError(f"they take {format_bytes(size)}, and the cache may take {format_bytes(most)}")
-    for part in home.glob(f".*{_SUFFIX}.*.tmp"):
-        with suppress(FileNotFoundError):
-            if time.time() - part.stat().st_mtime > _ABANDONED:
-                part.unlink()
+    sweep(home.glob(f".*{_SUFFIX}.*.tmp"))
     sources = [file[0] for file in where.key["files"]]
     kept = []
     for entry in entries(home):
@@ -214,11 +208,9 @@ def _make_room(where: Place, size: int) -> None:
         else:
             kept.append(entry)
     total = size + sum(entry.bytes for entry in kept)
-    while kept and (total > most or shutil.disk_usage(home).free < size + _SPARE):
+    while kept and (total > most or crowded(home, size)):
         last = kept.pop()
         last.path.unlink(missing_ok=True)
         total -= last.bytes
-    if shutil.disk_usage(home).free < size + _SPARE:
-        raise OSError(
-            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {format_bytes(_SPARE)} of which stay free", str(home)
-        )
+    if crowded(home, size):
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {format_bytes(SPARE)} of which stay free", str(home))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from outpace.common.allocator import huge
 from outpace.models import families
+from outpace.models.architecture import ATTENDING, KEYS, SPELLINGS, Family
 from outpace.models.decoder import ACTIVATIONS
-from outpace.models.families import ATTENDING, KEYS, SPELLINGS
 from outpace.models.torch import attention, between
 from outpace.models.torch.attention import CLOSE, Plan, able
 from outpace.models.torch.between import Norm, Table
@@ -92,11 +92,9 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 
 class _Layer:
-    """One layer's parts: its norms by ``families.NORMS``, None where it has none. ``mixer``: in attention's place."""
+    """One layer's parts: its norms by ``NORMS``, None where it has none. ``mixer``: in attention's place."""
 
-    def __init__(
-        self, module: Any, index: int, family: families.Family, eps: float, place: int, mixer: Mixer | None
-    ) -> None:
+    def __init__(self, module: Any, index: int, family: Family, eps: float, place: int, mixer: Mixer | None) -> None:
         def find(part: str) -> Any:
             return module.get_submodule(SPELLINGS[1].format(index, family.layer[part][1]))
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.models import families
-from outpace.models.families import SPELLINGS
+from outpace.models import architecture, families
+from outpace.models.architecture import ATTENDING, FEEDING, SPELLINGS
 from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.recurrent import StateShape, Step
 
@@ -30,7 +30,7 @@ class DeltaNet:
     """A gated delta net (arXiv 2412.06464) with its projections: number ``layer`` of all layers, ``place`` of the
     recurrent ones."""
 
-    def __init__(self, module: Any, rule: families.DeltaNet, layer: int, place: int, join: Join) -> None:
+    def __init__(self, module: Any, rule: architecture.DeltaNet, layer: int, place: int, join: Join) -> None:
         from transformers.activations import ACT2FN
 
         find, tensor = _finders(module, layer)
@@ -73,7 +73,7 @@ class DeltaNet:
 class ShortConv:
     """A short convolution between two gates; arguments as ``DeltaNet``'s."""
 
-    def __init__(self, module: Any, rule: families.ShortConv, layer: int, place: int, join: Join) -> None:
+    def __init__(self, module: Any, rule: architecture.ShortConv, layer: int, place: int, join: Join) -> None:
         find, _ = _finders(module, layer)
         self._place = place
         self.products = join([find(rule.matrices["in"][1])]), join([find(rule.matrices["o"][1])])
@@ -92,7 +92,7 @@ class ShortConv:
 class StateSpace:
     """A state space (Mamba-2, arXiv 2405.21060) with its projections; arguments as ``DeltaNet``'s."""
 
-    def __init__(self, module: Any, rule: families.StateSpace, layer: int, place: int, join: Join) -> None:
+    def __init__(self, module: Any, rule: architecture.StateSpace, layer: int, place: int, join: Join) -> None:
         from transformers.activations import ACT2FN
 
         find, tensor = _finders(module, layer)
@@ -131,19 +131,19 @@ class StateSpace:
 
 Mixer = DeltaNet | ShortConv | StateSpace
 _MAKE: dict[type, Any] = {
-    families.DeltaNet: DeltaNet,
-    families.ShortConv: ShortConv,
-    families.StateSpace: StateSpace,
+    architecture.DeltaNet: DeltaNet,
+    architecture.ShortConv: ShortConv,
+    architecture.StateSpace: StateSpace,
 }
 
 
-def _finders(module: Any, layer: int) -> tuple[Callable[[str], Any], Callable[[families.Places], Tensor]]:
+def _finders(module: Any, layer: int) -> tuple[Callable[[str], Any], Callable[[architecture.Places], Tensor]]:
     """What gives a module of a layer by its name, and a tensor."""
 
     def find(name: str) -> Any:
         return module.get_submodule(SPELLINGS[1].format(layer, name))
 
-    def tensor(places: families.Places) -> Tensor:
+    def tensor(places: architecture.Places) -> Tensor:
         owner, _, name = places[1][0].rpartition(".")
         found: Tensor = getattr(find(owner), name)
         return found
@@ -166,8 +166,8 @@ def mixers(module: Any, join: Join = beside) -> tuple[Mixer, ...]:
     if rule is None:
         return ()
     kinds = module.config.layer_types
-    layers = [i for i, kind in enumerate(kinds) if kind not in (*families.ATTENDING, *families.FEEDING)]
-    if layers and isinstance(rule, families.StateSpace):
+    layers = [i for i, kind in enumerate(kinds) if kind not in (*ATTENDING, *FEEDING)]
+    if layers and isinstance(rule, architecture.StateSpace):
         _check_steps(module)
     return tuple(_MAKE[type(rule)](module, rule, layer, place, join) for place, layer in enumerate(layers))
 
@@ -185,7 +185,7 @@ def in_attentions_place(module: Any, found: Sequence[Mixer]) -> list[Any]:
     modules = [each.module for each in found]
     if family is not None and family.single:
         kinds = module.config.layer_types
-        modules += [layer for kind, layer in zip(kinds, module.model.layers, strict=True) if kind in families.FEEDING]
+        modules += [layer for kind, layer in zip(kinds, module.model.layers, strict=True) if kind in FEEDING]
     return modules
 
 
@@ -195,7 +195,7 @@ def attending_layers(module: Any) -> list[bool]:
     if family is None or family.recurrent is None:
         return [True] * count
     beside = family.scan is not None and family.scan.beside
-    return [beside or kind in families.ATTENDING for kind in module.config.layer_types]
+    return [beside or kind in ATTENDING for kind in module.config.layer_types]
 
 
 def state_shape(module: Any, found: Sequence[Mixer]) -> StateShape | None:
@@ -217,7 +217,7 @@ def delta_shape(config: Any, layers: int) -> StateShape:
     return StateShape(layers, int(config.linear_conv_kernel_dim), channels, keys, values, key_dim, value_dim)
 
 
-def scan_shape(config: Any, rule: families.StateSpace, layers: int) -> StateShape:
+def scan_shape(config: Any, rule: architecture.StateSpace, layers: int) -> StateShape:
     groups, heads, state, width, taps = (
         int(getattr(config, name)) for name in (rule.groups, rule.heads, rule.state, rule.head_dim, rule.taps)
     )

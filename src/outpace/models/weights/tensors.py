@@ -13,8 +13,9 @@ import numpy.typing as npt
 from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models import recurrent
+from outpace.models.architecture import MATRICES, NORMS, SPELLINGS, Names, Places, ShortConv, StateSpace
 from outpace.models.decoder import Decoder
-from outpace.models.families import MATRICES, NORMS, SPELLINGS, Names, Places, ShortConv, StateSpace, text_name
+from outpace.models.families import text_name
 from outpace.models.weights import safetensors
 from outpace.models.weights.file_bytes import JoinedTensor, StoredTensor
 from outpace.models.weights.gguf import GGUFFile
