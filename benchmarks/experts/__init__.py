@@ -192,8 +192,8 @@ def llama_bench(binary: Path, path: Path, threads: int) -> list[dict[str, float]
     """Milliseconds of llama.cpp's forwards by width."""
     sizes = ",".join(map(str, WIDTHS))
     command = [str(binary), "-m", str(path), "-t", str(threads), "-p", sizes, "-n", "0", "-r", "8", "-o", "json"]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    found = [{"width": entry["n_prompt"], "ms": entry["avg_ns"] / 1e6} for entry in told]
+    entries = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = [{"width": entry["n_prompt"], "ms": entry["avg_ns"] / 1e6} for entry in entries]
     print("\nllama.cpp: " + ", ".join(f"{entry['width']} tokens {entry['ms']:.2f} ms" for entry in found))
     return found
 

@@ -387,7 +387,7 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_another_model(tmp_path: Pa
     with Engine(load_native(folder, threads=1), cache_dir=cache) as engine:
         before = served(engine, text).token_ids
     (path,) = folder.glob("*.safetensors")
-    told, data = fingerprint(folder), bytearray(path.read_bytes())
+    unedited, data = fingerprint(folder), bytearray(path.read_bytes())
     lead = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:lead])
     at = lead + header["model.embed_tokens.weight"]["data_offsets"][0]
@@ -395,9 +395,9 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_another_model(tmp_path: Pa
         edited = data.copy()
         edited[at + 1024 * token : at + 1024 * (token + 1)] = np.linspace(-3, 3, 256, dtype=np.float32).tobytes()
         path.write_bytes(edited)
-        if fingerprint(folder) == told:
+        if fingerprint(folder) == unedited:
             break
-    assert fingerprint(folder) == told
+    assert fingerprint(folder) == unedited
     with Engine(load_native(folder, threads=1), cache_dir=cache) as engine:
         found = served(engine, text)
     assert found.stats.reused_tokens == 0
