@@ -657,6 +657,8 @@ BAD = {
     "unknown command": (("benhc",), "benhc"),
     "unknown option": (("generate", "hi", "--bogus"), "--bogus"),
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),
+    "no cache folder": (("cache", "--cache-dir", "/nope"), "is no folder: give that of outpace serve --cache-dir"),
+    "no amount": (("serve", "--cache-dir", "/tmp", "--cache-size", "lots"), "--cache-size: 'lots' is not an amount"),
     "twice": (("bench", "--prompts", "PROMPTS", "-d", "none", "-d", "none"), "twice"),
 }
 

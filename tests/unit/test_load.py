@@ -304,6 +304,7 @@ def test_incomplete_cache_is_completed(monkeypatch: pytest.MonkeyPatch, tmp_path
         ({"threads": 0}, "threads"),
         ({"max_length": -1}, "max_length"),
         ({"kv_memory": True}, "kv_memory"),
+        ({"kv_memory": "lots"}, "kv_memory: 'lots' is not an amount"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common
 from outpace.common.parameter import option
+from outpace.errors import Argument, ParameterError
 
 
 def run(
@@ -66,6 +67,10 @@ def _prompts(folder: Path, clear: bool, common: Common) -> int:
     from outpace.common.units import format_bytes
     from outpace.engine import kv_files
 
+    if not folder.is_dir():
+        raise ParameterError(
+            Argument("cache_dir", str(folder)), " is no folder: give that of outpace serve --cache-dir"
+        )
     freed = kv_files.clear(folder) if clear else None
     models = kv_files.models(folder)
     listed = [{"path": str(path), "model": name, "files": files, "bytes": size} for path, name, files, size in models]

@@ -255,7 +255,11 @@ class Amount(Integer):
     """Bytes, or a text such as "2GiB"."""
 
     def checked(self, name: str, value: Any) -> int:
-        return super().checked(name, parse_bytes(value))
+        try:
+            size = parse_bytes(value)
+        except ParameterError as error:
+            raise ParameterError(Argument(name), ": ", error) from error
+        return super().checked(name, size)
 
 
 class Flag:

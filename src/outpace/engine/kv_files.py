@@ -70,10 +70,7 @@ def checked_limit(folder: StrPath, size: int | str | None) -> int:
         ) from error
     if size is None:
         return min(LIMIT, free // 10)
-    try:
-        return Amount(1, remedy="give more, or leave it out").checked("cache_size", size)
-    except ParameterError as error:
-        raise error if "cache_size" in str(error) else ParameterError("cache_size: ", error) from None
+    return Amount(1, remedy="give more, or leave it out").checked("cache_size", size)
 
 
 class KVFiles:
