@@ -1,6 +1,7 @@
 """Forward time of the native runtime by width, context and rows, beside the memory bandwidth of the same minutes.
 
     python -m benchmarks forward --model demo --one-thread --json results/forward.json
+    python -m benchmarks forward --model FILE --contexts 512 8192 32256 --rows 1 --kv-dtypes bfloat16 int8
 
 Every cell is the median of interleaved rounds (each round visits all cells, so that a slow minute hits all alike);
 the bandwidth is measured before, between and after. Ratios within a run hold better than absolute figures. The second
@@ -21,18 +22,21 @@ from outpace.measure import machine
 from outpace.models.base import Batch
 from outpace.models.load import load
 from outpace.models.native.model import NativeModel
-from outpace.models.options import LoadOptions
+from outpace.models.options import KV_DTYPES, KVDType, LoadOptions
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+CHUNK = 512  # of a prompt
 
 
 class Cell:
     """One combination: forwards of ``rows`` rows, ``width`` tokens each, after ``context`` tokens."""
 
-    def __init__(self, model: NativeModel, rows: list[int], context: int, width: int, rng: np.random.Generator) -> None:
-        self.model, self.rows, self.context, self.width = model, rows, context, width
+    def __init__(
+        self, model: NativeModel, rows: list[int], context: int, width: int, rng: np.random.Generator, kv: str = ""
+    ) -> None:
+        self.model, self.rows, self.context, self.width, self.kv = model, rows, context, width, kv
         tokens = [rng.integers(0, model.info.vocab_size, width).astype(np.int32) for _ in rows]
-        self.batch = Batch.pack(rows, tokens, [context] * len(rows), [True] * len(rows))
+        self.batch = Batch.pack(rows, tokens, [context] * len(rows), [True] * len(rows), last_only=width == CHUNK)
         self.seconds: list[float] = []
         self.phases: dict[str, float] = {}
 
@@ -61,8 +65,9 @@ class Cell:
     def record(self) -> dict[str, Any]:
         low, high = np.percentile(self.seconds, [10, 90])
         return {
-            "rows": len(self.rows), "context": self.context, "width": self.width, "milliseconds": self.median * 1e3,
-            "p10": low * 1e3, "p90": high * 1e3, "phases_ms": {k: v * 1e3 for k, v in self.phases.items()},
+            "rows": len(self.rows), "context": self.context, "kv": self.kv[2:], "width": self.width,
+            "milliseconds": self.median * 1e3, "p10": low * 1e3, "p90": high * 1e3,
+            "phases_ms": {k: v * 1e3 for k, v in self.phases.items()},
         }  # fmt: skip
 
 
@@ -70,10 +75,24 @@ def fill(model: NativeModel, context: int, count: int, rng: np.random.Generator)
     rows = []
     for _ in range(count):
         row = model.kv.alloc()
-        tokens = rng.integers(0, model.info.vocab_size, context).astype(np.int32)
+        tokens = rng.integers(0, model.info.vocab_size, min(context, CHUNK)).astype(np.int32)
         model.forward(Batch.pack([row], [tokens], [0], [False]))
+        lengthen(model, row, context)
         rows.append(row)
     return rows
+
+
+def lengthen(model: NativeModel, row: int, context: int) -> None:
+    """By copies of the row's blocks where those are all that it has: time alone is measured, and reading 32,000 tokens
+    takes minutes."""
+    kv = model.kv
+    plain = not kv.layout.window_bytes and not kv.layout.state_bytes
+    for at in range(kv.length(row) // kv.block, context // kv.block if plain else 0):
+        part = kv.export_block(row, at % (CHUNK // kv.block))
+        assert part is not None
+        kv.import_block(row, np.frombuffer(part, np.uint8).data, kv.block)
+    while (rest := context - kv.length(row)) > 0:
+        model.forward(Batch.pack([row], [np.zeros(min(rest, CHUNK), np.int32)], [kv.length(row)], [False]))
 
 
 def bandwidth(threads: int) -> float:
@@ -87,6 +106,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 400, 1024, 4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument(
+        "--kv-dtypes",
+        nargs="+",
+        choices=KV_DTYPES,
+        default=KV_DTYPES[:1],
+        help="of the cache, in turn; the first in all tables",
+    )
     parser.add_argument("--rounds", type=at_least_one, default=8)
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
@@ -95,21 +121,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    model = loaded(options.model, options.threads)
+    models = [(loaded(options.model, options.threads, kv_dtype), kv_dtype) for kv_dtype in options.kv_dtypes]
+    model = models[0][0]
     rng = np.random.default_rng(0)
     cells: list[Cell] = []
     for context in options.contexts:
         if context + max(WIDTHS) > model.info.max_length:
             continue
-        single = fill(model, context, 1, rng)
-        cells += [Cell(model, single, context, width, rng) for width in WIDTHS]
+        sizes = [*WIDTHS, CHUNK] if context + CHUNK <= model.info.max_length else WIDTHS
+        for each, kv_dtype in models:
+            single = fill(each, context, 1, rng)
+            cells += [Cell(each, single, context, width, rng, f", {kv_dtype} KV") for width in sizes]
     for count in options.rows:
         if count > 1:
             several = fill(model, 400, count, rng)
             cells += [Cell(model, several, 400, width, rng) for width in (1, 4, 8)]
     alone: list[Cell] = []  # at the base context, with one thread
     if options.one_thread:
-        lone = loaded(options.model, 1)
+        lone = loaded(options.model, 1, options.kv_dtypes[0])
         base = nearest(options.contexts)
         row = fill(lone, base, 1, rng)
         alone = [Cell(lone, row, base, width, rng) for width in WIDTHS]
@@ -120,21 +149,22 @@ def run(options: argparse.Namespace) -> int:
     with Measuring() as measuring:
         for _ in range(options.rounds):
             for cell in [*cells, *alone]:
-                cell.run(options.repeats)
+                cell.run(1 if cell.width == CHUNK else options.repeats)
             start = time.perf_counter()
             model.forward(prefill)
             prefill_seconds.append(time.perf_counter() - start)
             model.kv.truncate(prefill_row, 0)
             speeds.append(bandwidth(model.threads))
         for cell in cells:
-            cell.profile(10)
+            if cell.model is model and cell.width != CHUNK:
+                cell.profile(10)
     if prefill_seconds:  # a whole round, at least
         report(model, cells, alone, speeds, prefill_seconds, options)
     return measuring.end(0)
 
 
-def loaded(name: str, threads: int | None) -> NativeModel:
-    model, _ = load(name, LoadOptions(backend="native", threads=threads))
+def loaded(name: str, threads: int | None, kv_dtype: KVDType) -> NativeModel:
+    model, _ = load(name, LoadOptions(backend="native", threads=threads, kv_dtype=kv_dtype))
     assert isinstance(model, NativeModel)
     return model
 
@@ -149,7 +179,7 @@ def report(
 ) -> None:
     cpu = machine.cpu()
     read = float(np.median(speeds))
-    single = [cell for cell in cells if len(cell.rows) == 1]
+    single = [cell for cell in cells if len(cell.rows) == 1 and cell.model is model]
     contexts = sorted({cell.context for cell in single})
     by = {(cell.context, cell.width): cell for cell in single}
     base = nearest(contexts)
@@ -157,10 +187,14 @@ def report(
     spread = f"{min(speeds) / 1e9:.0f} to {max(speeds) / 1e9:.0f}"
     print(f"{model.info.name} ({model.info.dtype}), {model.isa}, {model.threads} threads, {cpu['model']}")
     print(f"weights {model.info.weight_bytes / 1e6:.1f} MB, read bandwidth {read / 1e9:.1f} GB/s ({spread})\n")
-    print("| milliseconds | " + " | ".join(f"width {w}" for w in WIDTHS) + " |")
-    print("| --- |" + " --- |" * len(WIDTHS))
-    for context in contexts:
-        print(f"| context {context} | " + " | ".join(f"{by[context, w].median * 1e3:.2f}" for w in WIDTHS) + " |")
+    print("| milliseconds | " + " | ".join(f"width {w}" for w in WIDTHS) + f" | {CHUNK} of a prompt |")
+    print("| --- |" + " --- |" * (len(WIDTHS) + 1))
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        if len(cell.rows) == 1:
+            row = rows.setdefault(f"context {cell.context}{cell.kv}", [])
+            row.append(f"{cell.median * 1e3:.2f}")
+    print("\n".join(f"| {name} | {' | '.join(row)} |" for name, row in rows.items()))
     for cell in cells:
         if len(cell.rows) > 1:
             print(f"| {len(cell.rows)} rows x width {cell.width}, context {cell.context} | {cell.median * 1e3:.2f} |")

@@ -93,7 +93,7 @@ if(OUTPACE_X86)
   outpace_path(avx512-bf16 BASE avx512 CPU avx512bf16 FLAGS ${AVX512_FLAGS} ${BF16_FLAGS})
   outpace_path(avx2 BELOW avx512 CPU avx2 fma FLAGS ${AVX2_FLAGS})
   outpace_path(avx2-vnni BASE avx2 BELOW avx512 CPU avxvnni FLAGS ${AVX2_FLAGS} ${VNNI_FLAGS})
-  outpace_path(avx512-amx BASE avx512-bf16 INSTRUCTION tilerelease CPU amx-int8 FLAGS ${AVX512_FLAGS} ${AMX_FLAGS})
+  outpace_path(avx512-amx BASE avx512 INSTRUCTION tilerelease CPU amx-int8 FLAGS ${AVX512_FLAGS} ${AMX_FLAGS})
   if(OUTPACE_EMULATE_TILES)
     outpace_path(avx512-amx-emulated BASE avx512 CPU avx512f FLAGS ${AVX512_FLAGS} -O1)  # half of -O3's compile time
   endif()

@@ -5,8 +5,9 @@
 
 The file (0.9B parameters, made once in the cache; grow.py says how) computes what the demo model computes, so that
 drafts are accepted as real text's are. Widths and experts read are of real text behind a prompt. Plain and drafted
-decoding take turns prompt by prompt; a reason is shown for the most frequent decision of each category. llama.cpp runs
-the same file: forwards of the same widths (`llama-bench -p`), then its plain and drafting servers, in turn.
+decoding take turns prompt by prompt; beside each category's time stands what its steps cost by count, each at its
+width's price above, which no other work on the machine disturbs, and its most frequent reason. llama.cpp runs the same
+file: forwards of the same widths (`llama-bench -p`), then its plain and drafting servers, in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.peers import Worker
 from outpace.common.files import cache_dir
 from outpace.engine.engine import Engine
 from outpace.engine.intake import load_engines
-from outpace.engine.request import StepRecord
+from outpace.engine.request import RowRecord, StepRecord
 from outpace.errors import ParameterError
 from outpace.measure.bench import Bench, Configuration, written
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
@@ -67,7 +68,7 @@ def run(given: argparse.Namespace) -> int:
     with Measuring() as measuring:
         found["widths"] = widths(path, given.rounds, given.threads)
         emit(given, found, partial=True)
-        found |= decode(path, rows, given)
+        found |= decode(path, rows, given, {each["width"]: each["plain_steps"] for each in found["widths"]})
         emit(given, found, partial=True)
         if given.llama_bench is not None:
             found["llama_bench"] = llama_bench(given.llama_bench, path, given.threads)
@@ -145,8 +146,8 @@ def widths(path: Path, rounds: int, threads: int) -> list[dict[str, float]]:
     return found
 
 
-def decode(path: Path, rows: list[PromptRow], given: argparse.Namespace) -> dict[str, Any]:
-    """Drafted over plain decoding by category, and why drafts were made or not."""
+def decode(path: Path, rows: list[PromptRow], given: argparse.Namespace, prices: dict[int, float]) -> dict[str, Any]:
+    """Drafted over plain decoding by category, in time and by count, and why drafts were made or not."""
     names = ["none", given.drafter]
     engines = load_engines(Engine, str(path), names, {"threads": given.threads, "prefix_rows": 0})
     params = SamplingParams(max_tokens=given.max_tokens, temperature=0.0)
@@ -155,37 +156,44 @@ def decode(path: Path, rows: list[PromptRow], given: argparse.Namespace) -> dict
     )
     bench.run(rows, 1, lambda n: None)
     figures = bench.report()[1]
-    reasons = {category: why(engines[1], rows, category, params) for category in figures["by_category"]}
+    counted = {category: count(engines[1], rows, category, params, prices) for category in figures["by_category"]}
     for engine in engines:
         engine.close()
     least = min(entry["speedup"]["ratio"] or 1.0 for entry in figures["by_category"].values())
     print(f"\n{given.drafter} over plain decoding: {written(figures['speedup'])}, least category {least:.3f}")
     for category, entry in figures["by_category"].items():
-        print(f"  {category}: {written(entry['speedup'])}, {entry['tokens_per_step']:.2f} tokens a step, "
-              f"{entry['identical']} of {entry['prompts']} identical\n      {reasons[category]}")  # fmt: skip
+        counts, reason = counted[category]
+        print(f"  {category}: {written(entry['speedup'])}, by count {counts:.3f}, {entry['tokens_per_step']:.2f} "
+              f"tokens a step, {entry['identical']} of {entry['prompts']} identical\n      {reason}")  # fmt: skip
     control = bench.figures("control")["speedup"]
     print(f"  control (plain again): {written(control)}")
-    return {"figures": figures, "control": control, "least": least, "why": reasons}
+    return {"figures": figures, "control": control, "least": least, "counted": counted}
 
 
-def why(engine: Engine, rows: list[PromptRow], category: str, params: SamplingParams) -> str:
-    """The most frequent reason of a category's first prompt, with the figures that it had last."""
-    seen: list[str] = []
+def count(
+    engine: Engine, rows: list[PromptRow], category: str, params: SamplingParams, prices: dict[int, float]
+) -> tuple[float, str]:
+    """Tokens a plain step's time, of a category's prompts, and the most frequent reason with its last figures."""
+    steps: list[RowRecord] = []
 
     def note(step: StepRecord) -> None:
-        seen.extend(row.why for row in step.rows)
+        steps.extend(step.rows)
 
-    row = next(row for row in rows if row.category == category)
     engine.on_step = note
     try:
-        engine.generate(encode_turns(engine, row).tolist(), params.with_(max_tokens=48))
+        for row in rows:
+            if row.category == category:
+                engine.generate(encode_turns(engine, row).tolist(), params)
     finally:
         engine.on_step = None
-    heads = Counter(reason.split(":")[0] for reason in seen if reason)
+    spent = sum(float(np.interp(1 + len(step.kept), list(prices), list(prices.values()))) for step in steps)
+    reasons = [step.why for step in steps if step.why]
+    heads = Counter(reason.split(":")[0] for reason in reasons)
     if not heads:
-        return "no step was decided"
-    head, count = heads.most_common(1)[0]
-    return f"{count} of {len(seen)} steps, as: {[reason for reason in seen if reason.startswith(head)][-1]}"
+        return sum(step.gained for step in steps) / spent, "no step was decided"
+    head, often = heads.most_common(1)[0]
+    last = [reason for reason in reasons if reason.startswith(head)][-1]
+    return sum(step.gained for step in steps) / spent, f"{often} of {len(steps)} steps, as: {last}"
 
 
 def llama_bench(binary: Path, path: Path, threads: int) -> list[dict[str, float]]:

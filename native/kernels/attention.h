@@ -173,8 +173,9 @@ struct Attention {
             const Place at = place(i, p);
             scaled[p] = times(s[p], scale_at<type>(at.block + job.values, value_dim, group, at.slot));
         }
-        to.scale = split(scaled, kBlock, to.part[0], to.part[1]);
-        for (int l = 0; l < 2; ++l) to.start[l] = correction<type>(to.part[l], kBlock);
+        int32_t sums_of_bytes[2];
+        to.scale = split(scaled, kBlock, to.part[0], to.part[1], sums_of_bytes);
+        for (int l = 0; l < 2; ++l) to.start[l] = -excess<type>() * sums_of_bytes[l];
         if (shared == end[i]) return;
         std::memcpy(to.apart, to.part, sizeof to.part);
         for (int l = 0; l < 2; ++l) std::memset(to.part[l] + shared, 0, static_cast<size_t>(kBlock - shared));
@@ -207,7 +208,8 @@ struct Attention {
             add_products<type>(queries, vectors, acc, from(block + job.values + p * row),
                 [&](int q, int l, int v) __attribute__((always_inline)) { return of(q, v).part[l] + p; });
         }
-        const auto elsewhere = [&](IntegerSums<count>& sums, int q) {
+        // By value: sums whose address is taken are stored after each product.
+        const auto elsewhere = [&](IntegerSums<count> sums, int q) {
             for (int p = own[first + q] > begin[first + q] ? own[first + q] : begin[first + q]; p < end[first + q]; ++p) {
                 const Place at = place(first + q, p);
                 if (at.block == block) continue;
@@ -219,8 +221,9 @@ struct Attention {
                     [&](int, int l, int v) { return alone[l][v]; });
                 sums = one[0];
             }
+            return sums;
         };
-        (elsewhere(acc[i], i), ...);
+        ((acc[i] = own[first + i] < end[first + i] ? elsewhere(acc[i], i) : acc[i]), ...);
         fetching = fetch;
         const auto put = [&](const IntegerSums<count>& sums, int q) {
             if (sees(first + q)) (place_sums(first + q, d + 16 * c, mul(joined(sums, c), set1(of(q, c).scale))), ...);

@@ -9,6 +9,6 @@ outpace::TileWidths& outpace::tile_widths() {
 }
 
 const outpace::Kernels& outpace::kernels_avx512amx() {
-    static const Kernels table = OUTPACE_NS::table<kernels_avx512bf16, tile_widths>("avx512-amx");
+    static const Kernels table = OUTPACE_NS::table<kernels_avx512, tile_widths>("avx512-amx");
     return table;
 }

@@ -30,19 +30,26 @@ constexpr int excess() {
 #endif
 }
 
-// x [n] is (128 high + low) * scale, whole numbers up to 127 * 128, to the nearest. n a multiple of 16.
-static float split(const float* x, int n, uint8_t* high, uint8_t* low) {
+// x [n] is (128 high + low) * scale, whole numbers up to 127 * 128, to the nearest; and the bytes' sums, `high` first. n a
+// multiple of 16.
+static float split(const float* x, int n, uint8_t* high, uint8_t* low, int32_t (&sums)[2]) {
     constexpr float top = 127.0f * 128.0f, least = 1e-30f;  // whatever is that small counts for nothing
     F most = zero();
     for (int i = 0; i < n; i += 16) most = max(abs(load(x + i)), most);
     const float largest = peak(most);
     const F by = set1(largest > least ? top / largest : 0.0f);
+    I uppers = zero_i(), lowers = zero_i();
     for (int i = 0; i < n; i += 16) {
         const F y = min(max(mul(load(x + i), by), set1(-top)), set1(top));
         const I upper = to_int(mul(y, set1(1.0f / 128.0f)));
+        const I lower = to_int(fma(to_float(upper), set1(-128.0f), y));
         store_i8(high + i, upper);
-        store_i8(low + i, to_int(fma(to_float(upper), set1(-128.0f), y)));
+        store_i8(low + i, lower);
+        uppers = add_i(uppers, upper);
+        lowers = add_i(lowers, lower);
     }
+    sums[0] = sum_i(uppers);
+    sums[1] = sum_i(lowers);
     return over(largest, top);
 }
 
@@ -69,7 +76,8 @@ struct SplitWeights {
 
 template <KVType type>
 static void split_query(const float* x, int dim, SplitQuery& q) {
-    q.scale = split(x, dim, q.part[0], q.part[1]);
+    int32_t all[2];
+    q.scale = split(x, dim, q.part[0], q.part[1], all);
     const int size = group_dims(type, dim);
     for (int g = 0, d = 0; d < dim; d += size, ++g)
         for (int l = 0; l < 2; ++l) q.start[l][g] = correction<type>(q.part[l] + d, dim - d < size ? dim - d : size);

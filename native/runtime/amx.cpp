@@ -111,12 +111,12 @@ Amx find_out() {
     found.present = abilities().amx;
     if (!found.present)
         found.off = "this processor has none";
-    else if (!abilities().avx512bf16)
-        found.off = "this processor lacks AVX512_BF16, which the path needs beside it";
+    else if (!abilities().avx512)
+        found.off = "this processor lacks AVX-512 with VNNI, which the path needs beside it";
     else
         found.off = permission();
     if (!found.off.empty()) return found;
-    const Kernels &tiles = kernels_avx512amx(), &other = kernels_avx512bf16();
+    const Kernels &tiles = kernels_avx512amx(), &other = kernels_avx512();
     const std::string differs = differing_product(tiles, other);
     if (!differs.empty()) {
         found.off = "it failed its check: a product of " + differs + " is not what the other kernels say. Please report this";

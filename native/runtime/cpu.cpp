@@ -28,11 +28,12 @@ std::vector<Candidate> candidates() {
 #if defined(OUTPACE_HAS_AVX512AMX)
     all.push_back({"avx512-amx", kernels_avx512amx, amx().off.empty()});
 #endif
-#if defined(OUTPACE_HAS_AVX512BF16)
-    all.push_back({"avx512-bf16", kernels_avx512bf16, machine.avx512bf16});
-#endif
 #if defined(OUTPACE_HAS_AVX512)
     all.push_back({"avx512", kernels_avx512, machine.avx512});
+#endif
+#if defined(OUTPACE_HAS_AVX512BF16)
+    const Candidate pairs{"avx512-bf16", kernels_avx512bf16, machine.avx512bf16};
+    all.insert(all.end() - (machine.fast_pairs ? 1 : 0), pairs);
 #endif
 #if defined(OUTPACE_HAS_AVX512AMXEMULATED)
     all.push_back({"avx512-amx-emulated", kernels_avx512amxemulated, machine.avx512, false});
@@ -99,7 +100,8 @@ Abilities::Abilities() {
 #if defined(OUTPACE_HAS_AVX512BF16)
     avx512bf16 = avx512 && has(more.a, {5}) && same_pairs(kernels_avx512bf16(), kernels_avx512());
 #endif
-    amx = has(seventh.d, {24, 25});  // TILE, INT8
+    fast_pairs = cpuid(0, 0).b != 0x756E6547;  // "Genu", of GenuineIntel
+    amx = has(seventh.d, {24, 25});            // TILE, INT8
 #elif defined(__aarch64__)
     const ArmFeatures found = arm_features();
     neon = found.dot_products;

@@ -59,7 +59,7 @@ def test_an_older_compiler_loses_paths_by_name(tmp_path: Path) -> None:
     assert "kernels_avx512.cpp" in plan
     assert "kernels_avx512bf16.cpp" not in plan
     assert "OUTPACE_HAS_AVX512BF16" not in plan
-    lost = "avx512-bf16 (-mavx512bf16), avx2-vnni (-mavxvnni), avx512-amx (the path avx512-bf16)"
+    lost = "avx512-bf16 (-mavx512bf16), avx2-vnni (-mavxvnni)"
     assert lost in plan  # what the extension will say
 
 

@@ -89,8 +89,9 @@ def test_ctrl_c_after_a_round_of_forwards(
     monkeypatch.setattr(forward, "bandwidth", bandwidth)
     sizes = ("--contexts", "8", "--rows", "1", "--repeats", "1", "--prefill", "8", "--threads", "1")
     assert call("forward", [*sizes, "--json", str(tmp_path / "out.json")]) == 130
-    assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == len(forward.WIDTHS)
-    assert "| context 8 |" in capsys.readouterr().out
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [cell["width"] for cell in cells] == list(forward.WIDTHS)
+    assert "| context 8, auto KV |" in capsys.readouterr().out
 
 
 def test_ctrl_c_between_two_servers_leaves_the_first_ones_scores(
