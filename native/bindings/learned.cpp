@@ -139,8 +139,10 @@ void bind_entries(nb::module_& m) {
 // -- EAGLE ------------------------------------------------------------------------------------------------------------
 
 void make_eagle(Eagle* self, std::shared_ptr<Model> model, const std::optional<Matrix>& fuse, const std::vector<Floats>& norms,
-    const Ints& tokens, bool norm_output) {
-    new (self) Eagle(std::move(model), fuse.value_or(Matrix{}), values_of(norms), copied(tokens), norm_output);
+    const Ints& tokens, bool norm_output, const std::optional<std::pair<int32_t, Floats>>& mask) {
+    std::optional<Eagle::Mask> stands;
+    if (mask) stands.emplace(Eagle::Mask{mask->first, values_of(mask->second)});
+    new (self) Eagle(std::move(model), fuse.value_or(Matrix{}), values_of(norms), copied(tokens), norm_output, stands);
 }
 
 // (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise, floor): see Eagle::Ask.
@@ -169,9 +171,9 @@ F32 fuse(Eagle& eagle, const States3& states) {
 void bind_eagle(nb::module_& m) {
     nb::class_<Eagle, DraftNetwork>(
         m, "Eagle", "An EAGLE-3 drafter's network; see native/model/eagle.h. Raises ValueError, IndexError, MemoryLimit, NotFinite.")
-        .def("__init__", &make_eagle, "model"_a, "fuse"_a.none(), "norms"_a, "tokens"_a, "norm_output"_a,
+        .def("__init__", &make_eagle, "model"_a, "fuse"_a.none(), "norms"_a, "tokens"_a, "norm_output"_a, "mask"_a.none(),
             "model: its first layer has an `embed_norm`. fuse: None where it reads one layer's states as they are. tokens int32 [D]: the "
-            "target's ids, ascending.")
+            "target's ids, ascending. mask: P-EAGLE's token and states, by which all depths come from one forward.")
         .def_prop_ro("bytes", &Eagle::bytes, "Of its weights, the embedding aside.")
         .def("draft", &draft, "asks"_a,
             "Append entries to the target's rows and draft after each one's last: (row, tokens [n], hidden states [n, T, H], nodes (0: "

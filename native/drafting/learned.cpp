@@ -162,6 +162,7 @@ EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
       limits_(limits) {}
 
 int EagleRows::levels(const Asked& asked) const {
+    if (eagle_.masked()) return std::min(asked.depth(), limits_.most_levels);
     const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
     const int depth = asked.floor > 0 ? std::min(asked.size, limits_.deepest) : asked.depth();
     return most < 0 ? depth : std::min(depth, most);

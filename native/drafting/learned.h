@@ -128,7 +128,7 @@ public:
     };
     // `eagle` outlives this. `layers`: of the target, in the network's order.
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
-    bool stepwise() const override { return true; }
+    bool stepwise() const override { return !eagle_.masked(); }
 
 private:
     int levels(const Asked& asked) const override;

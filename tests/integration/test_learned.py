@@ -65,6 +65,7 @@ EAGLE = EagleConfig(replace(DECODER, layers=1, qk_norm=False), VOCAB, len(IDS), 
 EAGLES: dict[str, tuple[Config, bool]] = {
     "eagle": (EAGLE, False),
     "eagle, 3.1": (replace(EAGLE, fc_norm=True, norm_output=True), False),
+    "eagle, P": (replace(EAGLE, decoder=replace(DECODER, qk_norm=False), mask_token=2, depths=5), False),
     "eagle, others'": (
         replace(EAGLE, decoder=replace(DECODER, layers=1), norm_before_fc=True, norm_before_residual=True), True,
     ),
@@ -87,7 +88,8 @@ def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
 def drafter_of(model: Model, checkpoint: Checkpoint) -> LearnedDrafter:
     config = checkpoint.config
     if isinstance(config, EagleConfig):
-        return LearnedDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
+        network = head_of(model, checkpoint) if config.mask_token is None else network_for(checkpoint, model)
+        return LearnedDrafter(network, config.hidden_layers, "eagle", VOCAB, branch=3)
     return LearnedDrafter(network_for(checkpoint, model), layers_of(checkpoint, model), checkpoint.method, VOCAB)
 
 
@@ -99,7 +101,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS | EAGLES, (0, 0.8, 0.8, 0, 0.8, 0, 0.8, 0), strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [*zip(KINDS | EAGLES, (0, 0.8, 0.8, 0, 0.8, 0, 0.8, 0.8, 0), strict=True)]
+)
 def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
     model, checkpoint = load(3), checkpoint_of(kind)
     drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
@@ -189,7 +193,7 @@ def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle, 3.1"])
+@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle, 3.1", "eagle, P"])
 @pytest.mark.parametrize(
     ("beside", "params", "options"),
     [
@@ -214,7 +218,7 @@ def test_equal_to_plain_decoding(
         assert sum(r.stats.accepted_by.get(kind.split(",")[0], 0) for r in found) > 3
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
+@pytest.mark.parametrize("kind", [*KINDS, "eagle", "eagle, P"])
 @pytest.mark.parametrize(
     ("sampling", "acceptance"),
     [

@@ -18,11 +18,13 @@ import torch
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read
+from outpace.drafters.learned.drafter import Ask, Network
 from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
 from outpace.drafters.learned.load import network_for
 from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.registry import build, parse
 from outpace.errors import ModelError
+from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from outpace.models.weights import hub, safetensors
@@ -84,16 +86,47 @@ def test_windowed_blocks_are_those_of_speculators(load: Load, name: str) -> None
     np.testing.assert_allclose(found, seen["logits"], atol=2e-4)
 
 
+def in_float32(its: Checkpoint, model: Model) -> Network:
+    if isinstance(model, NativeModel):
+        return NativeEagle(model, its, dtype="float32", kv_dtype="float32")
+    return network_for(its, model)
+
+
+def test_depths_of_p_eagle_are_those_of_speculators(load: Load) -> None:
+    """Two layers, of which one has a window; the likeliest first tokens of each depth are drafted in one call."""
+    seen = {
+        key: np.array(values) for key, values in json.loads((RECORDED / "peagle" / "seen.json").read_text()).items()
+    }
+    its, model = read(RECORDED / "peagle"), load(6, **SMALL)
+    assert isinstance(its.config, EagleConfig)
+    assert (its.config.mask_token, its.config.depths, its.config.decoder.windows) == (3, 5, (0, 6))
+    network: Any = in_float32(its, model)
+    tokens, states = seen["tokens"].astype(np.int32), seen["hidden_states"].astype(np.float32)
+    for row, (anchor, logits) in enumerate(zip(seen["anchors"].tolist(), seen["logits"], strict=True)):
+        for keeps in (1, anchor + 1):  # the last entry is fed after the others, or all at once
+            if keeps <= anchor:
+                network.feed([row], [tokens[: anchor + 1 - keeps]], [states[: anchor + 1 - keeps]])
+            entries, given = tokens[anchor + 1 - keeps : anchor + 1], states[anchor + 1 - keeps : anchor + 1]
+            drafted = network.draft([Ask(row, entries, given, 5, 5, 1)])
+            assert drafted.tokens[0].tolist() == network.ids[logits.argmax(-1)].tolist()
+            shares = np.exp(logits - logits.max(-1, keepdims=True))
+            chances = (shares / shares.sum(-1, keepdims=True)).max(-1).cumprod()
+            np.testing.assert_allclose(drafted.confidence[0], chances, rtol=1e-3)
+            network.kv.truncate(row, anchor + 1 - keeps)
+            found, rest = network.extend([row], [entries], [given])
+            for depth in range(5):
+                np.testing.assert_allclose(found[0], logits[depth], atol=2e-4)
+                found, rest = network.extend([row], [entries[-1:]], rest) if depth < 4 else (found, rest)
+            assert network.kv.length(row) == anchor + 1
+            network.kv.release(row)
+
+
 def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None:
     seen = {key: np.array(v) for key, v in json.loads((RECORDED / "eagle-window" / "seen.json").read_text()).items()}
     its, model = read(RECORDED / "eagle-window"), load(6, **SMALL)
     assert isinstance(its.config, EagleConfig)
     assert (its.config.decoder.windows, its.config.decoder.scaling["factor"]) == ((5,), 8.0)
-    network: Any = (
-        NativeEagle(model, its, dtype="float32", kv_dtype="float32")
-        if isinstance(model, NativeModel)
-        else network_for(its, model)
-    )
+    network: Any = in_float32(its, model)
     tokens, states = seen["tokens"].astype(np.int32), seen["hidden_states"].astype(np.float32)
     for i in range(len(tokens)):
         (found,), _ = network.extend([0], [tokens[i : i + 1]], [states[i : i + 1]])

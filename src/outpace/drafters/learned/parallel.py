@@ -6,7 +6,7 @@ values of its own that are computed once, when a position has become final.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,17 @@ class Block(NamedTuple):
 
     logits: F32
     slot: int
+
+
+def next_slots(given: Sequence[Any], first: Callable[[list[int]], Iterable[F32]]) -> tuple[F32, list[Any]]:
+    """What comes next of blocks: logits [B, D], and the blocks one slot on. ``first`` computes the logits [K, D] of
+    those whose numbers it gets, which are not ``Block``s yet."""
+    blocks = list(given)
+    if new := [b for b, each in enumerate(given) if not isinstance(each, Block)]:
+        for b, logits in zip(new, first(new), strict=True):
+            blocks[b] = Block(logits, 0)
+    slots = np.stack([block.logits[block.slot] for block in blocks])
+    return slots, [block._replace(slot=block.slot + 1) for block in blocks]
 
 
 class BlockNetwork(Network):
@@ -45,13 +56,10 @@ class BlockNetwork(Network):
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
         before = [int(each[-1]) for each in tokens]
-        blocks = list(given)
-        if new := [b for b, each in enumerate(given) if not isinstance(each, Block)]:
-            logits = self.block([rows[b] for b in new], [before[b] for b in new], [given[b] for b in new])
-            for b, of_row in zip(new, logits, strict=True):
-                blocks[b] = Block(of_row, 0)
-        slots = np.stack([block.logits[block.slot] for block in blocks])
+        slots, blocks = next_slots(
+            given, lambda new: self.block(*([of[b] for b in new] for of in (rows, before, given)))
+        )
         biased = np.asarray(slots + self.bias(before), np.float32)
         if not np.isfinite(biased).all():
             raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-        return biased, [block._replace(slot=block.slot + 1) for block in blocks]
+        return biased, blocks
