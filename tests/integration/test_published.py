@@ -61,6 +61,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "target_layer_ids": [0, 2, 4], "num_anchors": 512, **HEADS,
     },
 }  # fmt: skip
+for kind in ("gated", "rnn"):
+    LAYOUTS[f"DSpark, DeepSpec, {kind}"] = {**LAYOUTS["DSpark, DeepSpec"], "markov_head_type": kind}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,7 +84,7 @@ def test_windowed_blocks_are_those_of_speculators(load: Load, name: str) -> None
     for row, anchor in enumerate(seen["anchors"].tolist()):
         at = np.arange(anchor, dtype=np.int32)
         network.feed([row], [at], [states[:anchor]], [at])
-    found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
+    _, found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
     np.testing.assert_allclose(found, seen["logits"], atol=2e-4)
 
 
@@ -164,6 +166,21 @@ def blocks(config: dict[str, Any], w: dict[str, Any], states: Any, anchor: int, 
     return rms(x, w["norm.weight"], 1e-5)
 
 
+def markov(kind: str, w: dict[str, Any], token: int, state: Any, left: Any) -> tuple[Any, Any]:
+    """What DeepSpec's heads add to a slot's logits, and what they keep (its markov_head.py)."""
+    w = {name.removeprefix("markov_head."): values for name, values in w.items()}
+    before = w["markov_w1.weight"][token]
+    if kind == "gated":
+        mixed = w["gate_proj.weight"] @ np.concatenate([state, before]) + w["gate_proj.bias"]
+        return w["markov_w2.weight"] @ (before / (1 + np.exp(-mixed))), left
+    if kind == "rnn":
+        mixed = w["joint_proj.weight"] @ np.concatenate([left, before, state]) + w["joint_proj.bias"]
+        gate, candidate, out = np.split(mixed, 3)
+        gate = 1 / (1 + np.exp(-gate))
+        return w["markov_w2.weight"] @ np.tanh(out), gate * left + (1 - gate) * np.tanh(candidate)
+    return w["markov_w2.weight"] @ before, left
+
+
 def host(values: Any) -> Any:
     return np.asarray(values.detach() if isinstance(values, torch.Tensor) else values, np.float64)
 
@@ -174,7 +191,9 @@ def put(folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, dict
     count = len(config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids", [1, 3])))
     rank = HEADS["markov_rank"] if heads else 0
     decoder = learned.parallel().decoder
-    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads)
+    shape = ParallelConfig(
+        decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads, markov=config.get("markov_head_type", "vanilla")
+    )
     tensors = learned.random_tensors(shape, seed, head=own, embedding=own)
     tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
     folder.mkdir(exist_ok=True)
@@ -190,7 +209,7 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     rng = np.random.default_rng(2)
     its = fit(read(folder), model.info, None)
     assert isinstance(its.config, ParallelConfig)
-    assert its.config.sample_from_anchor == (layout == "DSpark, DeepSpec")
+    assert its.config.sample_from_anchor == ("DeepSpec" in layout)
     network: Any = network_for(its, model)
     embedding = w.get("embed_tokens.weight", host(model.parts.embed(np.arange(32, dtype=np.int32))))
     n, anchor, layers = 12, 7, len(its.config.hidden_layers)
@@ -201,10 +220,16 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     hidden = hidden if its.config.sample_from_anchor else hidden[1:]
     head = w.get("lm_head.weight")
     wanted = hidden @ (host(eagles._rows(model, np.arange(32, dtype=np.int32))) if head is None else head).T
-    np.testing.assert_allclose(network.block([0], [anchor], [n])[0], wanted, atol=3e-4 * np.abs(wanted).max())
+    normed, logits = network.block([0], [anchor], [n])
+    np.testing.assert_allclose(logits[0], wanted, atol=3e-4 * np.abs(wanted).max())
     if "markov_head.markov_w1.weight" in w:
-        bias = w["markov_head.markov_w1.weight"][[anchor]] @ w["markov_head.markov_w2.weight"].T
-        np.testing.assert_allclose(network.bias([anchor]), bias, atol=1e-4)
+        left = np.zeros(its.config.markov_rank)
+        token, leaves = anchor, np.zeros((1, its.config.markov_rank), np.float32)
+        for slot in range(network.most_levels):
+            bias, left = markov(its.config.markov, w, token, hidden[slot], left)
+            found, leaves = network.bias([token], normed[:, slot], leaves)
+            np.testing.assert_allclose(found[0], bias, atol=3e-3 * np.abs(bias).max())
+            token = int((wanted[slot] + bias).argmax())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +239,8 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
         ("DFlash, z-lab", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("DFlash, z-lab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ("DSpark, DeepSpec", {"target_layer_ids": [-1, 2, 4]}, "embeddings"),
-        ("DSpark, DeepSpec", {"markov_head_type": "gated"}, "only 'vanilla' is read"),
+        ("DSpark, DeepSpec", {"markov_head_type": "gru"}, "'gru': vanilla, gated, rnn are read"),
+        ("DSpark, DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers in a block drafter are not"),
         ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
         ("DFlash, z-lab", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
     ],

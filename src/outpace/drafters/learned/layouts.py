@@ -86,11 +86,12 @@ class ParallelConfig:
     """DSpark (arXiv 2607.05147): ``block`` tokens from one forward. Without its heads it is DFlash (arXiv 2602.06036).
 
     ``mask_token``: the target's id that stands where nothing is known. ``markov_rank``: of the low-rank bias that the
-    token before gives; 0: none. ``confidence``: whether a head estimates each position's acceptance;
-    ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending token's own place
-    predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a window:
-    ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the anchor
-    (otherwise its own window ends at the slot itself).
+    token before gives; 0: none; ``markov``: what it reads: "vanilla", that token alone; "gated", through a gate that
+    the slot's state opens; "rnn", and what the slots before have left. ``confidence``: whether a head estimates each
+    position's acceptance; ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending
+    token's own place predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a
+    window: ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the
+    anchor (otherwise its own window ends at the slot itself).
     """
 
     decoder: Decoder
@@ -105,6 +106,7 @@ class ParallelConfig:
     sample_from_anchor: bool = True
     causal: bool = True
     anchored: bool = False
+    markov: str = "vanilla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,15 @@ def hidden_of(config: Config) -> int:
     return config.hidden if isinstance(config, MedusaConfig) else config.decoder.hidden
 
 
+# Markov heads that read more than a token: rows of their product, and what these read beside the state, both in ranks.
+MARKOV = {"gated": (1, 1), "rnn": (3, 2)}
+
+
+def mix_of(config: ParallelConfig) -> str:
+    """The product's name."""
+    return "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}[config.markov]
+
+
 def _medusa(config: MedusaConfig) -> Iterator[tuple[str, Shape]]:
     for head in range(config.heads):
         for layer in range(config.layers):
@@ -206,6 +217,10 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
     if config.markov_rank:
         yield "markov_head.markov_w1.weight", (config.vocab, config.markov_rank)
         yield "markov_head.markov_w2.weight", (config.draft_vocab, config.markov_rank)
+        for name, (rows, reads) in MARKOV.items():
+            if name == config.markov:
+                yield f"{mix_of(config)}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
+                yield f"{mix_of(config)}.bias", (rows * config.markov_rank,)
     if config.confidence:
         yield "confidence_head.proj.weight", (1, d.hidden + config.confidence_markov * config.markov_rank)
         yield "confidence_head.proj.bias", (1,)
@@ -328,23 +343,27 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     block, mask = facts.whole("block_size", most=1024), facts.whole("mask_token_id", most=vocab - 1, least=0)
     dspark = kind == "dspark"
     anchor = facts.flag("sample_from_anchor", None if dspark else False)
-    heads = _heads(facts, 256, True, True) if dspark else (0, False, False)
+    heads, markov = _heads(facts, 256, True, True) if dspark else ((0, False, False), "vanilla")
     windows = any(decoder.windows)
     causal = not (facts.flag("sliding_window_non_causal", False) and windows)
     shape = decoder, vocab, draft, hidden_layers, block, mask
-    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows)
+    if markov == "rnn" and not anchor:
+        raise facts.fail(f"its recurrent Markov head begins before what is drafted (sample_from_anchor): {_REMEDY}")
+    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows, markov)
 
 
-def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[int, bool, bool]:
+def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[tuple[int, bool, bool], str]:
     """DSpark's: the Markov head's rank, whether there is a confidence head, and whether that reads the token before;
-    given: what is meant where nothing is said."""
-    if facts.get("markov_head_type", "vanilla") != "vanilla":
-        raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
+    and the Markov head's kind. Given: what is meant where nothing is said."""
+    kind = facts.get("markov_head_type")
+    kind = "vanilla" if kind is None else kind
+    if kind != "vanilla" and kind not in MARKOV:
+        raise facts.fail(f"its markov_head_type is {kind!r}: vanilla, {', '.join(MARKOV)} are read")
     rank, head = facts.whole("markov_rank", rank, least=0), facts.flag("enable_confidence_head", confidence)
     reads = facts.flag("confidence_head_with_markov", reads)
     if head and reads and not rank:
         raise facts.fail("confidence_head_with_markov needs a markov_rank above 0")
-    return rank, head, reads
+    return (rank, head, reads), kind if rank else "vanilla"
 
 
 def _deepspec(facts: Facts) -> ParallelConfig:
@@ -352,8 +371,9 @@ def _deepspec(facts: Facts) -> ParallelConfig:
     DFlash of its has the same layout, without heads."""
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
-    heads = _heads(facts, 0, False, False)
-    return ParallelConfig(_decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask, *heads)
+    heads, markov = _heads(facts, 0, False, False)
+    shape = _decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask
+    return ParallelConfig(*shape, *heads, markov=markov)
 
 
 def _deepspec_eagle(facts: Facts) -> EagleConfig:
@@ -377,7 +397,9 @@ def _block(facts: Facts, dspark: bool) -> ParallelConfig:
     decoder = _decoder(facts, True, None)
     ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
     trained = nested.get("confidence_head_alpha") or 0
-    heads = _heads(nested, 0, bool(trained), False) if dspark else (0, False, False)
+    heads, markov = _heads(nested, 0, bool(trained), False) if dspark else ((0, False, False), "vanilla")
+    if markov != "vanilla":  # nothing public says how SpecForge's are served
+        raise facts.fail(f"its markov_head_type is {markov!r}, which is read in DeepSpec's and speculators' alone")
     causal = facts.get("is_causal") is not False
     return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal)
 
@@ -598,7 +620,7 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
         "sample_from_anchor": config.sample_from_anchor,  # absent, speculators takes it for true, vLLM for false
         "sliding_window_non_causal": not config.causal,
         "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": config.markov,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_markov,
     }

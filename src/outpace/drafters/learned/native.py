@@ -17,9 +17,9 @@ from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.drafter import DEEPEST, KV, LEVELS, Ask, Network, Predicted
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids
+from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids, mix_of
 from outpace.drafters.learned.medusa import HeadsNetwork, Path, parents
-from outpace.drafters.learned.parallel import BlockNetwork, next_slots
+from outpace.drafters.learned.parallel import Block, BlockNetwork, next_slots
 from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.sampling import Chooser
@@ -304,7 +304,9 @@ class NativeEagle(Network):
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
         if not self.stepwise:
-            return next_slots(given, lambda new: [self._slots(rows[b], tokens[b], _states(given[b])) for b in new])
+            return next_slots(
+                given, lambda new: [Block(self._slots(rows[b], tokens[b], _states(given[b]))) for b in new]
+            )
         model, eagle, starts = self.kv.model, self.kv.network, [self.kv.length(row) for row in rows]
         features = [each.features if isinstance(each, Predicted) else eagle.fuse(_states(each)) for each in given]
         fresh = [row for row in dict.fromkeys(rows) if eagle.take(row)]
@@ -401,16 +403,19 @@ class NativeParallel(BlockNetwork):
                 if layer["window"]:
                     layer |= {"causal": config.causal, "anchored": config.anchored}
             model = packing.model(shape, layers, "float32" if to == "f32" else "bfloat16", None)
-            markov = confidence = None
+            markov = mix = confidence = None
             if config.markov_rank:
                 after = packing.matrix(packing.tensors["markov_head.markov_w2.weight"])
                 markov = packing.looked_up("markov_head.markov_w1.weight"), after
+            if config.markov != "vanilla":
+                name = mix_of(config)
+                mix = packing.matrix(packing.tensors[f"{name}.weight"]), packing.vector(f"{name}.bias")
             if config.confidence:
                 weight, bias = (packing.vector(f"confidence_head.proj.{name}") for name in ("weight", "bias"))
                 confidence = weight.reshape(-1), float(bias[0])
             network = _native.Parallel(
                 model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
-                packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, confidence,
+                packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, mix, confidence,
             )  # fmt: skip
         super().__init__(packing.ids, config)
         self.kv, self._markov = NativeKV(model, network), markov is not None
@@ -418,7 +423,8 @@ class NativeParallel(BlockNetwork):
     def native_rows(
         self, layers: Sequence[int], branch: int, most_levels: int | None, catch_up: int
     ) -> _native.LearnedRows | None:
-        return _native.ParallelRows(self.kv.network, layers, self.max_length)
+        most = self.most_levels if most_levels is None else min(most_levels, self.most_levels)
+        return _native.ParallelRows(self.kv.network, layers, branch, most, self.max_length)
 
     def feed(
         self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
@@ -430,20 +436,26 @@ class NativeParallel(BlockNetwork):
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         with refusals():
             drafted = self.kv.network.draft(
-                [(ask.row, ask.pending, ask.position, ask.levels, described(ask.chooser)) for ask in asks]
+                [
+                    (ask.row, ask.pending, ask.position, ask.levels, described(ask.chooser), ask.nodes, ask.branch)
+                    for ask in asks
+                ]
             )
-        chains = [Draft.chain(tokens, np.cumprod(np.clip(chances, 0, 1)).tolist()) for tokens, chances in drafted]
-        return Drafts.of(chains)
+        trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
+        return Drafts.of(trees)
 
-    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> F32:
+    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[F32, F32]:
         slots = self.most_levels
         asks = [(*each, slots, None) for each in zip(rows, anchors, positions, strict=True)]
         with refusals():
-            logits: F32 = self.kv.network.states(asks)[1]
-        return logits.reshape(len(rows), slots, -1)
+            states, logits = self.kv.network.states(asks)
+        return states.reshape(len(rows), slots, -1), logits.reshape(len(rows), slots, -1)
 
-    def bias(self, tokens: Sequence[int]) -> F32 | float:
-        return self.kv.network.bias(np.array(tokens, np.int32))[1] if self._markov else 0.0
+    def bias(self, tokens: Sequence[int], states: F32, left: F32) -> tuple[F32 | float, F32]:
+        if not self._markov:
+            return 0.0, left
+        _, bias, leaves = self.kv.network.bias(np.array(tokens, np.int32), _states(states), _states(left))
+        return bias, leaves
 
 
 class NativeMedusa(HeadsNetwork):

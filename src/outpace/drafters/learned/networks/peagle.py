@@ -20,7 +20,7 @@ from outpace.drafters.learned.networks.beside import Shared, Slab
 from outpace.drafters.learned.networks.eagle import EagleNetwork, attend
 from outpace.drafters.learned.networks.layers import Layer
 from outpace.drafters.learned.networks.trees import grown
-from outpace.drafters.learned.parallel import next_slots
+from outpace.drafters.learned.parallel import Block, next_slots
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 from outpace.models.torch.upload import uploaded
@@ -91,14 +91,14 @@ class TorchPeagle(Network):
         depths = [min(ask.levels, ask.nodes) for ask in asks]
         each = zip(*((ask.row, ask.tokens, ask.hidden_states) for ask in asks), strict=True)
         logits = torch.nn.utils.rnn.pad_sequence(self._append(*each, depths), batch_first=True)
-        return grown(asks, self._ids, lambda level, tokens, parents: logits[:, level : level + 1])
+        return grown(asks, self._ids, lambda level, tokens, parents: (logits[:, level : level + 1], None))
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
-        def first(new: list[int]) -> list[F32]:
+        def first(new: list[int]) -> list[Block]:
             ends = [self.kv.length(rows[b]) + len(tokens[b]) for b in new]
             depths = [min(self.most_levels or 1, self.max_length - end + 1) for end in ends]
             found = self._append(*([of[b] for b in new] for of in (rows, tokens, given)), depths)
-            return [each.float().cpu().numpy() for each in found]
+            return [Block(each.float().cpu().numpy()) for each in found]
 
         return next_slots(given, first)
 

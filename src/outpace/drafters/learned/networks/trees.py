@@ -66,13 +66,17 @@ class Trees:
         self._finite = torch.ones((), dtype=torch.bool, device=ids.device)
         self._grown: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and gains [B, n] of each level
 
-    def add(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+    def add(self, logits: Tensor, level: int, sure: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Children of the frontier's nodes, of logits float32 [B, m, D]; then the likeliest of these are the frontier:
-        their tokens [B, m'], and where in the frontier before each one's parent stands."""
+        their tokens [B, m'], and where in the frontier before each one's parent stands. ``sure`` [B, m]: the chance of
+        the likeliest without noise; the others share the rest as they do by themselves."""
         m, branch, noise = logits.shape[1], self._bucket.branch, self._bucket.noise
         self._finite = self._finite & torch.isfinite(logits.amax())
         index = likeliest(logits, branch)
         gains = (logits.gather(-1, index) - logits.logsumexp(-1, keepdim=True)).double()
+        if sure is not None:
+            rest = torch.log1p(-sure.double()) - torch.log1p(-gains[..., 0].exp()).clamp(min=-700.0)
+            gains = torch.cat([sure.double().log()[..., None], gains[..., 1:] + rest[..., None]], -1)
         if noise:
             asked = Asked(*(each.repeat_interleave(m, 0) for each in self._asked))
             asked = asked._replace(index=asked.index + level)
@@ -114,13 +118,16 @@ def drafts_of(asks: Sequence[Ask], ranked: npt.NDArray[np.float64], rows: int) -
     return Drafts.of(found, ())
 
 
-def grown(asks: Sequence[Ask], ids: Tensor, logits: Callable[[int, Tensor, Tensor], Tensor]) -> Drafts:
+def grown(
+    asks: Sequence[Ask], ids: Tensor, logits: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+) -> Drafts:
     """Drafts of networks that know what comes at every depth without a forward a level: the likeliest trees (DDTree,
     arXiv 2604.12989), or chains where ``branch`` is 1.
 
     ``logits(level, tokens, parents)``: [B, m, D] after each of the level's m nodes, tokens int64 [B, m] whose parents
-    int64 [B, m] are counted within the level before; [B, 1, D] where all of them go on alike. At first there is one
-    node, the pending token, -1. Raises NotFiniteError.
+    int64 [B, m] are counted within the level before; [B, 1, D] where all of them go on alike; and how likely the
+    likeliest of these is to be accepted [B, m], where a head says so. At first there is one node, the pending token,
+    -1. Raises NotFiniteError.
     """
     depths = [min(ask.levels, ask.nodes) for ask in asks]
     nodes = max(ask.nodes for ask in asks)
@@ -130,8 +137,8 @@ def grown(asks: Sequence[Ask], ids: Tensor, logits: Callable[[int, Tensor, Tenso
     trees = Trees(bucket, ids, packed[0], packed[1].bool(), Asked.of(packed[2:]))
     tokens = parents = torch.full((len(asks), 1), -1, dtype=torch.int64, device=ids.device)
     for level in range(bucket.levels):
-        found = logits(level, tokens, parents).float()
-        tokens, parents = trees.add(found.expand(-1, tokens.shape[1], -1), level)
+        found, sure = logits(level, tokens, parents)
+        tokens, parents = trees.add(found.float().expand(-1, tokens.shape[1], -1), level, sure)
     return drafts_of(asks, trees.ranked().cpu().numpy(), len(asks))
 
 
