@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from outpace.models.weights import hub, safetensors
 from tests import eagles, learned
 from tests.fake_hub import FakeHub, serving
 from tests.integration.conftest import Load
-from tests.oracles.networks import rms, rotate
+from tests.oracles.networks import eagle_steps, rms, rotate
 from tests.toy import ToyTokenizer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -230,6 +231,31 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
             found, leaves = network.bias([token], normed[:, slot], leaves)
             np.testing.assert_allclose(found[0], bias, atol=3e-3 * np.abs(bias).max())
             token = int((wanted[slot] + bias).argmax())
+
+
+def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path) -> None:
+    """A Qwen3's layer over five of the target's, whose residual and feedback are not normed; own head and embedding."""
+    model, folder = load(6, **SMALL), tmp_path / "it"
+    told = {**QWEN3, "architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "layer_types": ["full_attention"],
+            "target_layer_ids": [0, 1, 2, 4, 5], "ttt_length": 7, "step_loss_decay": 1.0}  # fmt: skip
+    decoder = replace(learned.parallel().decoder, layers=1)
+    config = EagleConfig(decoder, 32, 32, (0, 1, 2, 4, 5), norm_before_residual=False, norm_output=False)
+    tensors = learned.random_tensors(config, 4, head=True, embedding=True)
+    tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(told))
+    safetensors.write(folder / "model.safetensors", tensors)
+    network: Any = in_float32(fit(read(folder), model.info, None), model)
+    rng = np.random.default_rng(6)
+    tokens, states = rng.integers(0, 32, 9).astype(np.int32), rng.normal(size=(9, 5, 8)).astype(np.float32)
+    first, then = eagle_steps(config, {**tensors, "d2t": np.zeros(32, np.int64)}, states.astype(np.float64), tokens)
+    for i in range(len(tokens)):
+        (found,), given = network.extend([0], [tokens[i : i + 1]], [states[i : i + 1]])
+        np.testing.assert_allclose(found, first[i], atol=3e-4 * np.abs(first).max())
+        if i + 1 < len(tokens):
+            (found,), _ = network.extend([0], [tokens[i + 1 : i + 2]], given)
+            np.testing.assert_allclose(found, then[i], atol=3e-4 * np.abs(then).max())
+            network.kv.truncate(0, i + 1)
 
 
 @pytest.mark.parametrize(
