@@ -218,13 +218,13 @@ class Stats:
         return f"{said}, so drafting {'paid' if brought > cost else 'did not pay'}"
 
     @property
-    def useless(self) -> list[str]:
+    def useless(self) -> dict[str, str]:
         """A remark on every trained drafter of which next to nothing was accepted, with what that is likely due to."""
-        found = []
+        found = {}
         for source, drafted in self.drafted_by.items():
             accepted = self.accepted_by.get(source, 0)
             if source.split(":")[0] in _TRAINED and drafted >= _ENOUGH and accepted * _USELESS < drafted:
-                found.append(
+                found[source] = (
                     f"{source}: {accepted} of {drafted} drafted tokens were accepted: it was likely made for another "
                     "model, fine-tune, quantisation or chat template than this one: see outpace drafters, or use "
                     "suffix"
