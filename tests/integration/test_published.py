@@ -124,6 +124,32 @@ def test_depths_of_p_eagle_are_those_of_speculators(load: Load) -> None:
             network.kv.release(row)
 
 
+@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
+def test_p_eagle_in_the_flat_layout(tmp_path: Path, key: str) -> None:
+    """As AWS and SpecForge publish it: a Llama's keys, midlayer, a mask's states in two dimensions."""
+    told = json.loads((RECORDED / "peagle" / "config.json").read_text())
+    flags = {name: told[name] for name in ("draft_vocab_size", "norm_before_residual", "fc_norm")}
+    flat = {**told["transformer_layer_config"], **flags, "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}  # fmt: skip
+    stored = safetensors.read(RECORDED / "peagle" / "model.safetensors")
+    tensors = {
+        name.replace("layers.0.", "midlayer."): safetensors.plain(each, name)
+        if each.type in safetensors.FLOATS
+        else safetensors.whole(each, name)
+        for name, each in stored.items()
+    }
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    safetensors.write(tmp_path / "model.safetensors", tensors, "F32")
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    with pytest.raises(ModelError, match="does not say its mask token"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**flat, key: 3}))
+    found, its = read(tmp_path), read(RECORDED / "peagle")
+    assert found.config == replace(its.config, depths=8)
+    for name, values in its.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], values)
+
+
 def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None:
     seen = {key: np.array(v) for key, v in json.loads((RECORDED / "eagle-window" / "seen.json").read_text()).items()}
     its, model = read(RECORDED / "eagle-window"), load(6, **SMALL)
