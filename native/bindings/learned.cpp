@@ -139,8 +139,10 @@ void bind_entries(nb::module_& m) {
 // -- EAGLE ------------------------------------------------------------------------------------------------------------
 
 void make_eagle(Eagle* self, std::shared_ptr<Model> model, const std::optional<Matrix>& fuse, const std::vector<Floats>& norms,
-    const Ints& tokens, bool norm_output) {
-    new (self) Eagle(std::move(model), fuse.value_or(Matrix{}), values_of(norms), copied(tokens), norm_output);
+    const Ints& tokens, bool norm_output, const std::optional<std::pair<int32_t, Floats>>& mask) {
+    std::optional<Eagle::Mask> stands;
+    if (mask) stands.emplace(Eagle::Mask{mask->first, values_of(mask->second)});
+    new (self) Eagle(std::move(model), fuse.value_or(Matrix{}), values_of(norms), copied(tokens), norm_output, stands);
 }
 
 // (the target's row, tokens [n], hidden states [n, layers, hidden], nodes, levels, branch, noise, floor): see Eagle::Ask.
@@ -169,9 +171,9 @@ F32 fuse(Eagle& eagle, const States3& states) {
 void bind_eagle(nb::module_& m) {
     nb::class_<Eagle, DraftNetwork>(
         m, "Eagle", "An EAGLE-3 drafter's network; see native/model/eagle.h. Raises ValueError, IndexError, MemoryLimit, NotFinite.")
-        .def("__init__", &make_eagle, "model"_a, "fuse"_a.none(), "norms"_a, "tokens"_a, "norm_output"_a,
+        .def("__init__", &make_eagle, "model"_a, "fuse"_a.none(), "norms"_a, "tokens"_a, "norm_output"_a, "mask"_a.none(),
             "model: its first layer has an `embed_norm`. fuse: None where it reads one layer's states as they are. tokens int32 [D]: the "
-            "target's ids, ascending.")
+            "target's ids, ascending. mask: P-EAGLE's token and states, by which all depths come from one forward.")
         .def_prop_ro("bytes", &Eagle::bytes, "Of its weights, the embedding aside.")
         .def("draft", &draft, "asks"_a,
             "Append entries to the target's rows and draft after each one's last: (row, tokens [n], hidden states [n, T, H], nodes (0: "
@@ -193,10 +195,11 @@ void bind_eagle(nb::module_& m) {
 // -- block-parallel ---------------------------------------------------------------------------------------------------
 
 void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens, int block,
-    int mask, bool from_anchor, const std::optional<std::pair<Matrix, Matrix>>& markov,
+    int mask, bool from_anchor, const std::optional<std::pair<Matrix, Matrix>>& markov, const std::optional<std::pair<Matrix, Floats>>& mix,
     const std::optional<std::pair<Floats, float>>& confidence) {
     std::optional<Parallel::Markov> chain;
     if (markov) chain.emplace(Parallel::Markov{markov->first, markov->second});
+    if (markov && mix) chain->mix = mix->first, chain->mix_bias = values_of(mix->second);
     std::optional<Parallel::Confidence> sure;
     if (confidence) sure.emplace(Parallel::Confidence{values_of(confidence->first), confidence->second});
     new (self)
@@ -225,14 +228,17 @@ std::vector<Parallel::Ask> block_asks(const Parallel& network, const BlockAsks& 
     return asks;
 }
 
-ListOf<TupleOf<ListOf<int>, ListOf<double>>> draft_blocks(Parallel& x, const BlockAsks& described) {
-    const std::vector<Parallel::Ask> asks = block_asks(x, described);
+// The same, and nodes and branch.
+using BlockDraftAsks = std::vector<std::tuple<int, int32_t, int, int, Noise, int, int>>;
+
+ListOf<TupleOf<std::vector<int>, std::vector<int>, std::vector<double>>> draft_blocks(Parallel& x, const BlockDraftAsks& described) {
+    std::vector<Parallel::Ask> asks;
+    for (const auto& [row, anchor, position, slots, noise, nodes, branch] : described)
+        asks.push_back({x.row(row), anchor, position, slots, sampling_of(noise), nodes, branch});
+    if (asks.empty()) throw std::invalid_argument("nothing is asked for");
     nb::list found;
-    for (const auto& slots : without_gil([&] { return x.draft(asks); })) {
-        nb::list tokens, chances;
-        for (const RankedToken& slot : slots) tokens.append(slot.token), chances.append(slot.share);
-        found.append(nb::make_tuple(tokens, chances));
-    }
+    for (const Draft& draft : without_gil([&] { return x.draft(asks); }))
+        found.append(nb::make_tuple(draft.tokens, draft.parents, draft.gains));
     return found;
 }
 
@@ -247,28 +253,39 @@ TupleOf<F32, F32> block_states(Parallel& x, const BlockAsks& described) {
     return matrices(without_gil([&] { return x.states(asks); }), x.model().hidden(), x.model().outputs());
 }
 
-TupleOf<F32, F32> markov_bias(Parallel& x, const Ints& tokens) {
+TupleOf<F32, F32, F32> markov_bias(Parallel& x, const Ints& tokens, const Matrixf& states, const Matrixf& left) {
     const std::vector<int32_t> ids = copied(tokens);
-    return matrices(without_gil([&] { return x.bias(ids); }), x.rank(), x.model().outputs());
+    const size_t n = ids.size(), wide = static_cast<size_t>(x.rank()), outputs = static_cast<size_t>(x.model().outputs());
+    if (states.shape(0) != n || static_cast<int>(states.shape(1)) != x.model().hidden() || left.shape(0) != n || left.shape(1) != wide)
+        throw std::invalid_argument("states [n, H] and what slots have left [n, rank] must go with the tokens");
+    std::vector<float> leaves(left.data(), left.data() + n * wide), known;
+    std::vector<float> found = without_gil([&] { return x.bias(ids, states.data(), leaves, known); });
+    return nb::make_tuple(numpy(std::move(known), {n, wide}), numpy(std::move(found), {n, outputs}), numpy(std::move(leaves), {n, wide}));
 }
 
 void bind_parallel(nb::module_& m) {
     nb::class_<Parallel, DraftNetwork>(m, "Parallel",
         "A block-parallel drafter's network; see native/model/parallel.h. Raises ValueError, IndexError, MemoryLimit, NotFinite.")
         .def("__init__", &make_parallel, "model"_a, "fuse"_a, "norm"_a, "tokens"_a, "block"_a, "mask"_a, "from_anchor"_a, "markov"_a.none(),
-            "confidence"_a.none(),
-            "tokens int32 [D]: the target's ids, ascending. markov: [V, rank] and [D, rank]. confidence: its head's weights, of a state or "
+            "mix"_a.none(), "confidence"_a.none(),
+            "tokens int32 [D]: the target's ids, ascending. markov: [V, rank] and [D, rank]. mix: of a gated or a recurrent Markov head, "
+            "weights and bias. confidence: its head's weights, of a state or "
             "of that and the token before, and its bias.")
         .def_prop_ro("bytes", &Parallel::bytes, "Of its weights, the embedding and what is looked up of tokens aside.")
         .def("read", &read_contexts, "contexts"_a,
             "Append to the target's rows: (row, hidden states [n, T, H], positions [n] that ascend beyond the row's last).")
         .def("draft", &draft_blocks, "asks"_a,
-            "(row, pending token, where it stands, slots, a chooser's description). Tokens and chances of each ask's slots.")
+            "(row, pending token, where it stands, slots, a chooser's description, nodes, branch: 1 is a chain). Tokens, parents and path "
+            "probabilities of each ask's nodes.")
         .def("states", &block_states, "asks"_a,
             "Normed states [N, H] and logits [N, D] of all slots, ask after ask, without the Markov head's share.")
-        .def("bias", &markov_bias, "tokens"_a, "What the Markov head knows of tokens [n, rank], and what that adds to logits [n, D].");
+        .def("bias", &markov_bias, "tokens"_a, "states"_a, "left"_a,
+            "Of tokens [n] before slots with normed states [n, H], where the slots before have left [n, rank]: what the Markov head knows "
+            "of the tokens [n, rank], what it adds to the logits [n, D], and what these slots leave.")
+        .def_prop_ro("rank", &Parallel::rank, "Of the Markov head; 0: there is none.");
     nb::class_<ParallelRows, LearnedRows>(m, "ParallelRows", "Raises ValueError.")
-        .def(nb::init<Parallel&, std::vector<int>, int>(), "network"_a, "layers"_a, "max_length"_a, nb::keep_alive<1, 2>());
+        .def(nb::init<Parallel&, std::vector<int>, int, int, int>(), "network"_a, "layers"_a, "branch"_a, "most_levels"_a, "max_length"_a,
+            nb::keep_alive<1, 2>());
 }
 
 // -- Medusa -----------------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ EagleRows::EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits)
       limits_(limits) {}
 
 int EagleRows::levels(const Asked& asked) const {
+    if (eagle_.masked()) return std::min(asked.depth(), limits_.most_levels);
     const int most = limits_.most_levels < 0 && limits_.branch > 1 && !asked.adaptive ? limits_.fixed_levels : limits_.most_levels;
     const int depth = asked.floor > 0 ? std::min(asked.size, limits_.deepest) : asked.depth();
     return most < 0 ? depth : std::min(depth, most);
@@ -191,10 +192,12 @@ std::vector<Draft> EagleRows::draft(const std::vector<Wanted>& rows) {
 
 // -- block-parallel ---------------------------------------------------------------------------------------------------
 
-ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int max_length)
+ParallelRows::ParallelRows(Parallel& network, std::vector<int> layers, int branch, int most_levels, int max_length)
     : LearnedRows(
           std::move(layers), network.layers_read(), static_cast<size_t>(network.model().hidden()), &network, {0, 0, kAny, max_length}),
       network_(network),
+      branch_(branch),
+      most_levels_(most_levels),
       max_length_(max_length) {}
 
 void ParallelRows::read(const std::vector<Part>& parts) {
@@ -212,17 +215,8 @@ std::vector<Draft> ParallelRows::draft(const std::vector<Wanted>& rows) {
     std::vector<Parallel::Ask> asks;
     for (const auto& [asked, known, levels] : rows)
         asks.push_back({network_.row(static_cast<int>(asked.row)), asked.tokens[asked.n - 1], static_cast<int>(asked.n) - 1, levels,
-            sampling_of(asked)});
-    std::vector<Draft> drafts;
-    for (const std::vector<RankedToken>& slots : network_.draft(asks)) {
-        Draft& chain = drafts.emplace_back();
-        double gain = 1.0;
-        for (const RankedToken& slot : slots) {
-            gain *= std::clamp(slot.share, 0.0, 1.0);
-            chain.add(slot.token, static_cast<int32_t>(chain.size()) - 1, gain);
-        }
-    }
-    return drafts;
+            sampling_of(asked), asked.size, branch_});
+    return network_.draft(asks);
 }
 
 // -- Medusa -----------------------------------------------------------------------------------------------------------

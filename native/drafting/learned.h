@@ -128,7 +128,7 @@ public:
     };
     // `eagle` outlives this. `layers`: of the target, in the network's order.
     EagleRows(Eagle& eagle, std::vector<int> layers, Limits limits);
-    bool stepwise() const override { return true; }
+    bool stepwise() const override { return !eagle_.masked(); }
 
 private:
     int levels(const Asked& asked) const override;
@@ -145,10 +145,10 @@ private:
 class ParallelRows : public LearnedRows {
 public:
     // `network` outlives this. `layers`: of the target, in the network's order. `max_length`: positions that it knows.
-    ParallelRows(Parallel& network, std::vector<int> layers, int max_length);
+    ParallelRows(Parallel& network, std::vector<int> layers, int branch, int most_levels, int max_length);
 
 private:
-    int levels(const Asked& asked) const override { return std::min(asked.depth(), network_.slots()); }
+    int levels(const Asked& asked) const override { return std::min(asked.depth(), most_levels_); }
     bool fits(const Asked& asked, const Entries::Row& known, int levels) const override {
         return known.end() > 0 && asked.n + static_cast<size_t>(levels) <= static_cast<size_t>(max_length_);
     }
@@ -156,7 +156,7 @@ private:
     std::vector<Draft> draft(const std::vector<Wanted>& rows) override;
 
     Parallel& network_;
-    const int max_length_;
+    const int branch_, most_levels_, max_length_;
 };
 
 class MedusaRows : public LearnedRows {

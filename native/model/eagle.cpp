@@ -16,9 +16,16 @@ static_assert(kStretch == 2 * kGateRows && kStretch % kRows == 0, "a thread's pa
 struct Eagle::Row {
     const Ask* ask;
     Plan::Row kept;          // once its new real entries are
+    int branch;
     Growth growth;
     size_t root = 0;         // the step that read the last real entry
     std::vector<size_t> steps;  // of the last level: which read each predicted entry
+
+    Plan::Row before() const {  // its last real entry
+        Plan::Row row = kept;
+        --row.cached;
+        return row;
+    }
 };
 
 struct Eagle::Step {
@@ -27,11 +34,18 @@ struct Eagle::Step {
     Sampling sampling;  // of the node's children
 };
 
-Eagle::Eagle(
-    std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens, bool norm_output)
+Eagle::Eagle(std::shared_ptr<Model> model, Matrix fuse, std::vector<std::vector<float>> norms, std::vector<int32_t> tokens,
+    bool norm_output, const std::optional<Mask>& mask)
     : DraftNetwork(std::move(model), std::move(fuse), std::move(norms), std::move(tokens)), norm_output_(norm_output) {
     if (model_->weights_->layers[0].embed_norm.empty())
         throw std::invalid_argument("this is no EAGLE-3 drafter: its first layer does not read embeddings beside features");
+    if (!mask) return;
+    if (mask->states.size() != wide())
+        throw std::invalid_argument("this is no P-EAGLE drafter: a mask's states have " + std::to_string(mask->states.size()) + " values");
+    check_token(mask->token);
+    mask_ = mask->token;
+    std::lock_guard<std::mutex> lock(model_->lock());
+    masked_ = features({mask->states.data()});
 }
 
 void Eagle::check(const std::vector<Ask>& asks) {
@@ -79,7 +93,7 @@ std::vector<std::vector<RankedToken>> Eagle::level(
         std::vector<Ranking::Row> ranked;
         for (int i = run.first_; i < run.first_ + run.n_; ++i) {
             const Step& step = steps[static_cast<size_t>(i)];
-            ranked.push_back({step.sampling, rows[step.row].ask->branch});
+            ranked.push_back({step.sampling, rows[step.row].branch});
         }
         ranking_.begin(std::move(ranked));
         run.draft(bytes() - fuse_.bytes(), [&](Seat& me) {
@@ -99,43 +113,13 @@ std::vector<std::vector<RankedToken>> Eagle::level(
     return children;
 }
 
-std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
-    std::lock_guard<std::mutex> lock(model_->lock());
-    check(asks);
+// Level by level, from features of the rows' last real entries.
+void Eagle::grow(std::vector<Row>& rows, std::vector<float> features) {
     Model& m = *model_;
-    const Settled settled{m.kv_};
-    const DenormalsAsZero mode;
     const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
-    std::vector<KV::Need> needs;
-    for (const Ask& ask : asks)
-        needs.push_back(
-            {ask.row, static_cast<int>(ask.tokens.size()) + (ask.nodes > 0 ? Growth::most_entries(ask.nodes, ask.levels, ask.branch) : 0)});
-    m.kv_.grow(needs);
-    m.plan_.clear();
-    std::vector<Row> rows;
     std::vector<Step> steps;
-    std::vector<const float*> states, last_states;
-    for (const Ask& ask : asks) {
-        const int length = m.kv_.length(ask.row), n = static_cast<int>(ask.tokens.size());
-        Plan::Row row = m.plan_.row(m.kv_, ask.row, length);
-        const bool drafts = ask.nodes > 0;
-        for (int i = 0; i < n - drafts; ++i) {  // the last one's output is read, the others' only stored
-            m.plan_.append(row, ask.tokens[static_cast<size_t>(i)], length + i);
-            states.push_back(ask.states + static_cast<size_t>(i) * wide());
-        }
-        row.cached = length + n;
-        if (drafts) {
-            steps.push_back({rows.size(), -1, ask.sampling});
-            last_states.push_back(ask.states + static_cast<size_t>(n - 1) * wide());
-        }
-        rows.push_back({&ask, row, Growth(ask.nodes, ask.levels, ask.branch, ask.floor)});
-    }
-    const size_t stored = states.size();
-    states.insert(states.end(), last_states.begin(), last_states.end());
-    std::vector<float> features = this->features(states);
-    if (stored > 0) m.cover(), store(features.data());
-
-    features.erase(features.begin(), features.begin() + static_cast<std::ptrdiff_t>(stored * hidden));
+    for (size_t r = 0; r < rows.size(); ++r)
+        if (rows[r].ask->nodes > 0) steps.push_back({r, -1, rows[r].ask->sampling});
     Result result;
     while (!steps.empty()) {
         m.plan_.clear_tokens();
@@ -143,9 +127,7 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
             Row& row = rows[steps[i].row];
             const int base = row.kept.cached;
             if (steps[i].node < 0) {
-                Plan::Row before = row.kept;
-                --before.cached;
-                m.plan_.append(before, row.ask->tokens.back(), base - 1).wanted = static_cast<int>(i);
+                m.plan_.append(row.before(), row.ask->tokens.back(), base - 1).wanted = static_cast<int>(i);
                 row.root = i;
                 continue;
             }
@@ -187,11 +169,91 @@ std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
         }
         steps = std::move(next);
     }
+}
+
+// All levels of all rows in one forward: masks behind the last real entry. What a node is does not change what follows it.
+void Eagle::grow_at_once(std::vector<Row>& rows, const std::vector<float>& last) {
+    Model& m = *model_;
+    const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
+    std::vector<Step> steps;
+    std::vector<float> features;
+    m.plan_.clear_tokens();
+    size_t drafting = 0;
+    for (size_t r = 0; r < rows.size(); ++r) {
+        const Row& row = rows[r];
+        if (row.ask->nodes == 0) continue;
+        const float* real = last.data() + drafting++ * hidden;
+        Sampling sampling = row.ask->sampling;
+        for (int depth = 0; depth < row.ask->levels; ++depth, ++sampling.index) {
+            const float* from = depth == 0 ? real : masked_.data();
+            features.insert(features.end(), from, from + hidden);
+            m.plan_.append(row.before(), depth == 0 ? row.ask->tokens.back() : mask_, row.kept.cached - 1 + depth).wanted =
+                static_cast<int>(steps.size());
+            steps.push_back({r, -1, sampling});
+        }
+    }
+    if (steps.empty()) return;
+    m.cover();
+    Result result;
+    result.hidden_states.reset(new float[steps.size() * hidden]);
+    const std::vector<std::vector<RankedToken>> children = level(rows, steps, features.data(), result);
+    size_t first = 0;
+    for (Row& row : rows) {
+        if (row.ask->nodes == 0) continue;
+        size_t expanded = 1;
+        for (int depth = 0; depth < row.ask->levels && expanded > 0; ++depth) {
+            row.growth.grow(std::vector<std::vector<RankedToken>>(expanded, children[first + static_cast<size_t>(depth)]));
+            expanded = row.growth.expand().size();
+        }
+        first += static_cast<size_t>(row.ask->levels);
+    }
+}
+
+std::vector<Draft> Eagle::draft(const std::vector<Ask>& asks) {
+    std::lock_guard<std::mutex> lock(model_->lock());
+    check(asks);
+    Model& m = *model_;
+    const Settled settled{m.kv_};
+    const DenormalsAsZero mode;
+    const size_t hidden = static_cast<size_t>(m.weights_->config.hidden);
+    std::vector<KV::Need> needs;
+    for (const Ask& ask : asks) {
+        const int predicted = masked() ? ask.levels - 1 : Growth::most_entries(ask.nodes, ask.levels, ask.branch);
+        needs.push_back({ask.row, static_cast<int>(ask.tokens.size()) + (ask.nodes > 0 ? predicted : 0)});
+    }
+    m.kv_.grow(needs);
+    m.plan_.clear();
+    std::vector<Row> rows;
+    std::vector<const float*> states, last_states;
+    for (const Ask& ask : asks) {
+        const int length = m.kv_.length(ask.row), n = static_cast<int>(ask.tokens.size());
+        Plan::Row row = m.plan_.row(m.kv_, ask.row, length);
+        const bool drafts = ask.nodes > 0;
+        for (int i = 0; i < n - drafts; ++i) {  // the last one's output is read, the others' only stored
+            m.plan_.append(row, ask.tokens[static_cast<size_t>(i)], length + i);
+            states.push_back(ask.states + static_cast<size_t>(i) * wide());
+        }
+        row.cached = length + n;
+        if (drafts) last_states.push_back(ask.states + static_cast<size_t>(n - 1) * wide());
+        const bool wide_open = masked() && ask.branch > 1;
+        const int branch = wide_open ? std::min(ask.nodes, kMostBranch) : ask.branch;
+        rows.push_back({&ask, row, branch, Growth(ask.nodes, ask.levels, branch, masked() ? 0.0 : ask.floor)});
+    }
+    const size_t stored = states.size();
+    states.insert(states.end(), last_states.begin(), last_states.end());
+    std::vector<float> features = this->features(states);
+    if (stored > 0) m.cover(), store(features.data());
+
+    features.erase(features.begin(), features.begin() + static_cast<std::ptrdiff_t>(stored * hidden));
+    if (masked())
+        grow_at_once(rows, features);
+    else
+        grow(rows, std::move(features));
     std::vector<Draft> drafts(rows.size());
     for (size_t i = 0; i < rows.size(); ++i) {
         if (rows[i].ask->nodes == 0) continue;
         for (const Growth::Node& node : rows[i].growth.likeliest()) drafts[i].add(node.token, node.parent, static_cast<float>(node.chance));
-        drafts[i].levels = rows[i].growth.depth();
+        drafts[i].levels = masked() ? -1 : rows[i].growth.depth();
     }
     for (const Ask& ask : asks) m.kv_.lengthen(ask.row, static_cast<int>(ask.tokens.size()));
     return drafts;

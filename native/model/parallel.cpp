@@ -15,6 +15,7 @@
 namespace outpace {
 namespace {
 
+constexpr int kMostChildren = 64;
 constexpr int kShared = 8;  // scores among which a sampled slot's chance is shared: RIVALS of drafters/learned/picks.py
 
 }  // namespace
@@ -38,10 +39,15 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
     const size_t hidden = static_cast<size_t>(model_->hidden());
     if (confidence_ && confidence_->weight.size() != hidden && confidence_->weight.size() != hidden + static_cast<size_t>(rank()))
         wrong("its confidence head reads " + std::to_string(confidence_->weight.size()) + " values");
-    if (markov_) {
-        const Matrix& after = markov_->after;
-        acts_.need(static_cast<size_t>(after.groups) * kChunk * static_cast<size_t>(act_bytes(after.acts())));
-    }
+    if (!markov_) return;
+    const int gated = model_->hidden() + rank();
+    const Matrix& mix = markov_->mix;
+    if (mix.data && !(mix.rows == rank() && mix.cols == gated) && !(mix.rows == 3 * rank() && mix.cols == gated + rank()))
+        wrong("what its Markov head reads is mixed by " + std::to_string(mix.rows) + " x " + std::to_string(mix.cols));
+    if (mix.data && markov_->mix_bias.size() != static_cast<size_t>(mix.rows))
+        wrong("the bias of its Markov head has " + std::to_string(markov_->mix_bias.size()) + " values");
+    for (const Matrix* each : {&markov_->after, &mix})
+        if (each->data) acts_.need(static_cast<size_t>(each->groups) * kChunk * static_cast<size_t>(act_bytes(each->acts())));
 }
 
 void Parallel::read(const std::vector<Context>& contexts) {
@@ -111,6 +117,7 @@ void Parallel::check(const std::vector<Ask>& asks) const {
         check_token(ask.anchor);
         if (ask.position < 0 || ask.position >= model_->weights_->config.max_length) wrong("position " + std::to_string(ask.position));
         if (ask.slots < 1 || ask.slots > slots()) wrong(std::to_string(ask.slots) + " slots of " + std::to_string(slots()));
+        if (ask.nodes < 1 || ask.branch < 1) wrong(std::to_string(ask.nodes) + " nodes, branch " + std::to_string(ask.branch));
         check_noise(ask.sampling);
     }
     check_once(std::move(rows));
@@ -160,14 +167,44 @@ void Parallel::forward(const std::vector<Ask>& asks) {
     m.final_norm(result.hidden_states.get(), wanted, normed_.data());
 }
 
-// before_ of tokens, and the same encoded.
-void Parallel::encode(const std::vector<int32_t>& tokens) {
+void Parallel::encode(const std::vector<int32_t>& tokens, const std::vector<const float*>& states) {
     const DenormalsAsZero mode;
-    const Matrix& after = markov_->after;
-    const size_t wide = static_cast<size_t>(rank());
-    before_.resize(tokens.size() * wide);
-    for (size_t i = 0; i < tokens.size(); ++i) unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
-    encode_rows(model_->kernels_, after, before_.data(), static_cast<int>(tokens.size()), acts_.get());
+    const Matrix &after = markov_->after, &mix = markov_->mix;
+    const size_t wide = static_cast<size_t>(rank()), hidden = static_cast<size_t>(model_->hidden()), n = tokens.size();
+    const bool recurrent = mix.data && mix.rows != rank();
+    before_.resize(n * wide);
+    for (size_t i = 0; i < n; ++i) unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
+    std::vector<float> reads = before_;
+    if (mix.data) {
+        std::vector<float> joined;
+        joined.reserve(n * static_cast<size_t>(mix.cols));
+        for (size_t i = 0; i < n; ++i) {
+            const auto known = before_.begin() + static_cast<std::ptrdiff_t>(i * wide);
+            const auto last = left_.begin() + static_cast<std::ptrdiff_t>(i * wide);
+            const auto end = static_cast<std::ptrdiff_t>(wide);
+            if (recurrent) joined.insert(joined.end(), last, last + end), joined.insert(joined.end(), known, known + end);
+            joined.insert(joined.end(), states[i], states[i] + hidden);
+            if (!recurrent) joined.insert(joined.end(), known, known + end);
+        }
+        const size_t stride = static_cast<size_t>(mix.out_padded());
+        mixed_.need(n * stride);
+        encode_rows(model_->kernels_, mix, joined.data(), static_cast<int>(n), acts_.get());
+        model_->kernels_.matmul(mix, acts_.get(), static_cast<int>(n), 0, mix.blocks, mixed_.get(), mix.out_padded());
+        for (size_t i = 0; i < n; ++i) {
+            const auto mixed = [&](size_t part, size_t k) {
+                return static_cast<double>(mixed_.get()[i * stride + part * wide + k]) +
+                       static_cast<double>(markov_->mix_bias[part * wide + k]);
+            };
+            const auto tangent = [](double x) { return 2.0 * logistic(2.0 * x) - 1.0; };
+            for (size_t k = 0; k < wide; ++k) {
+                const size_t at = i * wide + k;
+                const double gate = logistic(mixed(0, k));
+                reads[at] = static_cast<float>(recurrent ? tangent(mixed(2, k)) : gate * static_cast<double>(before_[at]));
+                if (recurrent) left_[at] = static_cast<float>(gate * static_cast<double>(left_[at]) + (1.0 - gate) * tangent(mixed(1, k)));
+            }
+        }
+    }
+    encode_rows(model_->kernels_, after, reads.data(), static_cast<int>(n), acts_.get());
 }
 
 float Parallel::accepted(size_t place, size_t before) const {
@@ -180,27 +217,76 @@ float Parallel::accepted(size_t place, size_t before) const {
     return static_cast<float>(std::isnan(sum) ? sum : 1.0 / (1.0 + exponential(-sum)));
 }
 
-// One slot each of some asks, at most kChunk: a token more in each of their drafts.
-void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slots, std::vector<std::vector<RankedToken>>& drafts) {
+struct Parallel::Row {
+    const Ask* ask;
+    size_t first;  // place of its first slot
+    int most;      // children of a node
+    Growth growth;
+    std::vector<int> expanded{-1};           // whose children come next
+    std::vector<std::vector<float>> left{};  // what the slots have left after the pending token, then after each entry
+
+    const std::vector<float>& left_before(int node) const {
+        const int parent = growth.node(node).parent;
+        return left[parent < 0 ? 0 : static_cast<size_t>(growth.node(parent).entry) + 1];
+    }
+};
+
+struct Parallel::Slot {
+    size_t row;
+    int node;   // of it; -1: the pending token
+    int index;  // within the block's slots
+};
+
+// The children of nodes, at most kChunk.
+std::vector<std::vector<RankedToken>> Parallel::decide(std::vector<Row>& rows, const std::vector<Slot>& slots) {
     Model& m = *model_;
     const int count = static_cast<int>(slots.size());
+    const size_t wide = static_cast<size_t>(rank());
     std::vector<Ranking::Row> ranked;
     std::vector<int32_t> tokens;
+    std::vector<size_t> places;
+    std::vector<const float*> states;
+    bool filters = false;
+    left_.clear();
     for (const Slot& slot : slots) {
-        Sampling sampling = asks[slot.ask].sampling;
+        const Row& row = rows[slot.row];
+        Sampling sampling = row.ask->sampling;
         sampling.index += static_cast<uint32_t>(slot.index);
-        ranked.push_back({sampling, 1, kShared, !confidence_});
-        tokens.push_back(slot.index == 0 ? asks[slot.ask].anchor : drafts[slot.ask].back().token);
+        filters = filters || sampling.filters();
+        ranked.push_back({sampling, row.most, kShared, !confidence_ || row.most > 1});
+        tokens.push_back(slot.node < 0 ? row.ask->anchor : row.growth.node(slot.node).token);
+        places.push_back(row.first + static_cast<size_t>(slot.index));
+        states.push_back(normed_.data() + places.back() * static_cast<size_t>(m.hidden()));
+        const std::vector<float> nothing(wide, 0.0f);
+        const std::vector<float>& left = slot.node < 0 || !markov_ ? nothing : row.left_before(slot.node);
+        left_.insert(left_.end(), left.begin(), left.end());
     }
-    if (markov_) encode(tokens);
+    if (markov_) {
+        encode(tokens, states);
+        for (size_t i = 0; i < slots.size(); ++i) {
+            std::vector<std::vector<float>>& left = rows[slots[i].row].left;
+            const Row& row = rows[slots[i].row];
+            const size_t entry = slots[i].node < 0 ? 0 : static_cast<size_t>(row.growth.node(slots[i].node).entry) + 1;
+            left.resize(std::max(left.size(), entry + 1));
+            left[entry].assign(
+                left_.begin() + static_cast<std::ptrdiff_t>(i * wide), left_.begin() + static_cast<std::ptrdiff_t>((i + 1) * wide));
+        }
+    }
+    const size_t stride = static_cast<size_t>(stride_);
+    const bool whole = markov_ && filters;
+    if (whole) biased_.need(slots.size() * stride);
     ranking_.begin(ranked);
     const auto consider = [&](Seat& me, int stretch) {
-        const int from = ranking_.begin_of(stretch);
+        const int from = ranking_.begin_of(stretch), size = ranking_.size_of(stretch);
         float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [count][kStretch]
         if (markov_) stretch_product(m.kernels_, markov_->after, acts_.get(), count, stretch, y);
         for (int i = 0; i < count; ++i) {
-            float* x = logits_of(slots[static_cast<size_t>(i)].place) + from;
-            if (markov_) m.kernels_.add(x, y + i * kStretch, ranking_.size_of(stretch));
+            float* x = logits_of(places[static_cast<size_t>(i)]) + from;
+            if (markov_) {
+                m.kernels_.add(y + i * kStretch, x, size);
+                x = y + i * kStretch;
+                if (whole) std::copy(x, x + size, biased_.get() + static_cast<size_t>(i) * stride + from);
+            }
             ranking_.consider(me.id, i, stretch, x, m.kernels_);
         }
     };
@@ -208,27 +294,60 @@ void Parallel::decide(const std::vector<Ask>& asks, const std::vector<Slot>& slo
         const Part part = me.of(ranking_.stretches());
         for (int stretch = part.begin; stretch < part.end; ++stretch) consider(me, stretch);
     }, Pool::kDrafting, static_cast<double>(markov_ ? markov_->after.bytes() : logits_.size()));
-    for (int i = 0; i < count; ++i) {
-        const size_t at = static_cast<size_t>(i);
-        RankedToken chosen = ranking_.best(i, logits_of(slots[at].place), m.kernels_).front();
-        if (confidence_ && ranked[at].sampling.temperature <= 0.0) chosen.share = static_cast<double>(accepted(slots[at].place, at));
-        if (!std::isfinite(chosen.share)) throw NotFinite();
-        drafts[slots[at].ask].push_back(chosen);
-    }
-}
-
-std::vector<std::vector<RankedToken>> Parallel::draft(const std::vector<Ask>& asks) {
-    std::lock_guard<std::mutex> lock(model_->lock());
-    forward(asks);
-    std::vector<std::vector<RankedToken>> drafts(asks.size());
-    for (int s = 0; s < slots(); ++s) {
-        std::vector<Slot> together;
-        size_t first = 0;  // place of the ask's first slot
-        for (size_t i = 0; i < asks.size(); first += static_cast<size_t>(asks[i++].slots)) {
-            if (asks[i].slots > s) together.push_back({i, first + static_cast<size_t>(s), s});
-            if (together.size() == kChunk || (!together.empty() && i + 1 == asks.size())) decide(asks, std::exchange(together, {}), drafts);
+    std::vector<std::vector<RankedToken>> children;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        const float* logits = whole ? biased_.get() + i * stride : markov_ ? nullptr : logits_of(places[i]);
+        std::vector<RankedToken>& found = children.emplace_back(ranking_.best(static_cast<int>(i), logits, m.kernels_));
+        if (confidence_ && ranked[i].sampling.temperature <= 0.0) {
+            // The head knows how likely the likeliest is; the others share the rest as they do by themselves.
+            const double sure = static_cast<double>(accepted(places[i], i)), own = found[0].share;
+            for (RankedToken& child : found) child.share = own < 1.0 ? child.share * (1.0 - sure) / (1.0 - own) : 0.0;
+            found[0].share = sure;
+        }
+        for (RankedToken& child : found) {
+            if (!std::isfinite(child.share)) throw NotFinite();
+            child.share = std::clamp(child.share, 0.0, 1.0);
         }
     }
+    return children;
+}
+
+std::vector<Draft> Parallel::draft(const std::vector<Ask>& asks) {
+    std::lock_guard<std::mutex> lock(model_->lock());
+    forward(asks);
+    std::vector<Row> rows;
+    size_t first = 0;
+    for (const Ask& ask : asks) {
+        const bool tree = ask.branch > 1;
+        const int most = tree ? std::min(ask.nodes, kMostChildren) : 1;
+        rows.push_back({&ask, first, most, Growth(tree ? ask.nodes : ask.slots, ask.slots, most, 0.0)});
+        first += static_cast<size_t>(ask.slots);
+    }
+    for (int s = 0; s < slots(); ++s) {
+        // Without a Markov head a slot says the same after every node.
+        std::vector<Slot> all;
+        for (size_t r = 0; r < rows.size(); ++r)
+            for (const int node : rows[r].expanded)
+                if (markov_ || node == rows[r].expanded.front()) all.push_back({r, node, s});
+        std::vector<std::vector<RankedToken>> children;
+        for (size_t from = 0; from < all.size(); from += kChunk) {
+            const auto begin = all.begin() + static_cast<std::ptrdiff_t>(from);
+            const std::vector<Slot> together(begin, begin + static_cast<std::ptrdiff_t>(std::min<size_t>(kChunk, all.size() - from)));
+            for (std::vector<RankedToken>& each : decide(rows, together)) children.push_back(std::move(each));
+        }
+        size_t next = 0;
+        for (Row& row : rows) {
+            if (row.expanded.empty()) continue;
+            std::vector<std::vector<RankedToken>> own;
+            for (size_t k = 0; k < row.expanded.size(); ++k) own.push_back(children[markov_ ? next++ : next]);
+            if (!markov_) ++next;
+            row.growth.grow(own);
+            row.expanded = row.growth.expand();
+        }
+    }
+    std::vector<Draft> drafts(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i)
+        for (const Growth::Node& node : rows[i].growth.likeliest()) drafts[i].add(node.token, node.parent, node.chance);
     return drafts;
 }
 
@@ -241,22 +360,28 @@ std::pair<std::vector<float>, std::vector<float>> Parallel::states(const std::ve
     return {normed_, std::move(logits)};
 }
 
-std::pair<std::vector<float>, std::vector<float>> Parallel::bias(const std::vector<int32_t>& tokens) {
+std::vector<float> Parallel::bias(
+    const std::vector<int32_t>& tokens, const float* states, std::vector<float>& left, std::vector<float>& known) {
     if (!markov_) throw std::invalid_argument("this drafter has no Markov head");
     for (const int32_t token : tokens) check_token(token);
     std::lock_guard<std::mutex> lock(model_->lock());
     const DenormalsAsZero mode;
     const Matrix& m = markov_->after;
-    std::vector<float> before, after, padded(kChunk * static_cast<size_t>(m.out_padded()));
+    const size_t wide = static_cast<size_t>(rank()), hidden = static_cast<size_t>(model_->hidden());
+    std::vector<float> after, padded(kChunk * static_cast<size_t>(m.out_padded()));
     for (size_t first = 0; first < tokens.size(); first += kChunk) {
         const size_t n = std::min<size_t>(kChunk, tokens.size() - first);
-        encode({tokens.begin() + static_cast<std::ptrdiff_t>(first), tokens.begin() + static_cast<std::ptrdiff_t>(first + n)});
-        before.insert(before.end(), before_.begin(), before_.end());
+        std::vector<const float*> each;
+        for (size_t i = first; i < first + n; ++i) each.push_back(states + i * hidden);
+        left_.assign(left.data() + first * wide, left.data() + (first + n) * wide);
+        encode({tokens.begin() + static_cast<std::ptrdiff_t>(first), tokens.begin() + static_cast<std::ptrdiff_t>(first + n)}, each);
+        std::copy(left_.begin(), left_.end(), left.begin() + static_cast<std::ptrdiff_t>(first * wide));
+        known.insert(known.end(), before_.begin(), before_.end());
         model_->kernels_.matmul(m, acts_.get(), static_cast<int>(n), 0, m.blocks, padded.data(), m.out_padded());
         for (const float* y = padded.data(); y < padded.data() + n * static_cast<size_t>(m.out_padded()); y += m.out_padded())
             after.insert(after.end(), y, y + m.rows);
     }
-    return {std::move(before), std::move(after)};
+    return after;
 }
 
 }  // namespace outpace

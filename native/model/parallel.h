@@ -2,7 +2,8 @@
 //
 // The block stands at the pending token: that one and mask tokens behind it, which all see each other and what the row has of
 // contexts, the network's keys and values of the target's hidden states. Contexts are kept, blocks are gone when the call
-// returns. A low-rank head adds, slot by slot, what the token before makes likely.
+// returns. A low-rank head adds, slot by slot, what the token before makes likely. A draft is the likeliest tree by what the slots
+// say (best first, DDTree, arXiv 2604.12989), or a chain.
 #pragma once
 
 #include <memory>
@@ -10,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "drafting/draft.h"
 #include "model/draft_network.h"
+#include "model/grow.h"
 
 namespace outpace {
 
@@ -24,6 +27,11 @@ public:
     struct Markov {
         Matrix before;  // [vocabulary, rank]: what is known of the token before
         Matrix after;   // [outputs, rank]: what each token makes of that
+        // Gated: [rank, hidden + rank], of the slot's state and what is known of the token before, and then `after` reads that by
+        // its sigmoid. Recurrent: [3 rank, 2 rank + hidden], of what the slot before has left, the token before and the slot's
+        // state: gate, candidate, and what `after` reads. None: `after` reads what is known of the token.
+        Matrix mix = {};
+        std::vector<float> mix_bias = {};
     };
     struct Confidence {  // how likely a slot is accepted where those before it are
         std::vector<float> weight;  // [hidden], or [hidden + rank]: it reads the token before, too
@@ -50,14 +58,16 @@ public:
         int position;       // where it stands
         int slots;          // that are wanted, at least 1
         Sampling sampling = {};  // of the first slot
+        int nodes = 1, branch = 1;  // of a draft: 1: a chain, otherwise a tree of at most so many nodes
     };
-    // Each slot's token, and the chance of its own that it is accepted. Throws NotFinite.
-    std::vector<std::vector<RankedToken>> draft(const std::vector<Ask>& asks);
+    // Gains are of the confidence head's where that is there, for greedy rows. Throws NotFinite.
+    std::vector<Draft> draft(const std::vector<Ask>& asks);
 
     // Without a choice: normed states [asks * slots][hidden] and logits [asks * slots][outputs] of the first `slots` of each.
     std::pair<std::vector<float>, std::vector<float>> states(const std::vector<Ask>& asks);
-    // What tokens [n] add to the next slot's logits: what is known of them [n][rank], and [n][outputs].
-    std::pair<std::vector<float>, std::vector<float>> bias(const std::vector<int32_t>& tokens);
+    // What tokens [n] before slots of states [n][hidden] add to their logits [n][outputs]; `left` [n][rank]: what the slots before
+    // have left, which becomes what these leave. What is known of the tokens [n][rank] goes to `known`.
+    std::vector<float> bias(const std::vector<int32_t>& tokens, const float* states, std::vector<float>& left, std::vector<float>& known);
 
     int slots() const { return shape_.block - !shape_.from_anchor; }
     int rank() const { return markov_ ? markov_->before.cols : 0; }
@@ -66,13 +76,11 @@ public:
 private:
     void check(const std::vector<Ask>& asks) const;
     void forward(const std::vector<Ask>& asks);
-    void encode(const std::vector<int32_t>& tokens);
-    struct Slot {      // of one ask
-        size_t ask;
-        size_t place;  // among the last forward's wanted tokens
-        int index;     // within the block's slots
-    };
-    void decide(const std::vector<Ask>& asks, const std::vector<Slot>& slots, std::vector<std::vector<RankedToken>>& drafts);
+    // before_ of tokens, left_ (which is what the slots before have left, on entry), and what `after` reads, encoded.
+    void encode(const std::vector<int32_t>& tokens, const std::vector<const float*>& states);
+    struct Row;   // an ask under way
+    struct Slot;  // after a node of one
+    std::vector<std::vector<RankedToken>> decide(std::vector<Row>& rows, const std::vector<Slot>& slots);
     float accepted(size_t place, size_t before) const;
     float* logits_of(size_t place) { return logits_.get() + place * static_cast<size_t>(stride_); }
 
@@ -83,8 +91,11 @@ private:
     const int64_t stride_;
     std::vector<float> normed_;  // of the last forward's wanted tokens [place][hidden]
     Buffer<float> logits_;       // [place][stride]
-    std::vector<float> before_;  // of the tokens that `encode` was given [n][rank]
-    Buffer<uint8_t> acts_;       // the same, encoded for markov_->after
+    // Of the tokens that `encode` was given [n][rank]: what is known of them, what the slots before have left, and then these.
+    std::vector<float> before_, left_;
+    Buffer<uint8_t> acts_;  // what markov_->after reads, or markov_->mix, encoded
+    Buffer<float> mixed_;   // [n][outputs of markov_->mix]
+    Buffer<float> biased_;  // [n][stride], where filters want all of a slot's logits
 };
 
 }  // namespace outpace

@@ -65,12 +65,13 @@ EAGLE = EagleConfig(replace(DECODER, layers=1, qk_norm=False), VOCAB, len(IDS), 
 EAGLES: dict[str, tuple[Config, bool]] = {
     "eagle": (EAGLE, False),
     "eagle, 3.1": (replace(EAGLE, fc_norm=True, norm_output=True), False),
+    "eagle, P": (replace(EAGLE, decoder=replace(DECODER, qk_norm=False), mask_token=2, depths=5), False),
     "eagle, others'": (
         replace(EAGLE, decoder=replace(DECODER, layers=1), norm_before_fc=True, norm_before_residual=True), True,
     ),
 }  # fmt: skip
 KINDS: dict[str, tuple[Config, bool]] = {  # and whether the checkpoint has a head and an embedding of its own
-    "parallel": (block(), False),
+    "parallel": (block(markov="rnn"), False),
     "parallel, others'": (block(**OTHERS), True),
     "parallel, bare": (block(markov_rank=0, confidence=False), False),
     "medusa": (heads(), False),
@@ -84,11 +85,13 @@ def checkpoint_of(kind: str, seed: int = 0) -> Checkpoint:
     return learned.random_checkpoint(seed, config, head=own, embedding=own, ids=IDS)
 
 
-def drafter_of(model: Model, checkpoint: Checkpoint) -> LearnedDrafter:
+def drafter_of(model: Model, checkpoint: Checkpoint, branch: int = 3) -> LearnedDrafter:
     config = checkpoint.config
     if isinstance(config, EagleConfig):
-        return LearnedDrafter(head_of(model, checkpoint), config.hidden_layers, "eagle", VOCAB, branch=3)
-    return LearnedDrafter(network_for(checkpoint, model), layers_of(checkpoint, model), checkpoint.method, VOCAB)
+        network = head_of(model, checkpoint) if config.mask_token is None else network_for(checkpoint, model)
+        return LearnedDrafter(network, config.hidden_layers, "eagle", VOCAB, branch=branch)
+    network, layers = network_for(checkpoint, model), layers_of(checkpoint, model)
+    return LearnedDrafter(network, layers, checkpoint.method, VOCAB, branch=branch)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,7 +102,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS | EAGLES, (0, 0.8, 0.8, 0, 0.8, 0, 0.8, 0), strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [*zip(KINDS | EAGLES, (0, 0.8, 0.8, 0, 0.8, 0, 0.8, 0.8, 0), strict=True)]
+)
 def test_rows_stay_in_step_with_what_is_committed(load: Load, kind: str, temperature: float) -> None:
     model, checkpoint = load(3), checkpoint_of(kind)
     drafter, fresh = (drafter_of(model, checkpoint) for _ in range(2))
@@ -116,7 +121,7 @@ def tensor(values: Any) -> torch.Tensor:
 def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) -> None:
     model, checkpoint = load(3), checkpoint_of(kind)
     config, w, ids = checkpoint.config, checkpoint.tensors, np.array(IDS, np.int32)
-    drafter, parts = drafter_of(model, checkpoint), model.parts
+    drafter, parts = drafter_of(model, checkpoint, branch=1), model.parts
     target = Target(model, drafter.needs.hidden_layers)
     text = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
     row = target.start(text, drafter)
@@ -152,9 +157,10 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
 
     with torch.no_grad():
         context = network.context(tensor(hidden_states.native), torch.arange(len(text) - 1))
-    said = network.draft(
-        torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), [context], embed, lambda x: x @ own.T, torch.tensor(IDS)
-    )
+    anchor = torch.tensor(text[-1:])
+    with torch.no_grad():
+        block = network.logits(anchor, torch.tensor([len(text) - 1]), [context], embed, lambda x: x @ own.T)
+    said = network.decide(anchor, *block, torch.tensor(IDS))
     assert found.widths.tolist() == [network.slots]
     assert found.tokens[0].tolist() == said.tokens[0].tolist()
     np.testing.assert_allclose(found.confidence[0], said.confidence[0].cumprod(0).numpy(), rtol=1e-3)
@@ -163,7 +169,7 @@ def test_drafts_are_those_of_the_network_that_is_trained(load: Load, kind: str) 
 def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None:
     model, params = load(3), SamplingParams(temperature=1.0)
     for kind in ("parallel", "medusa"):
-        drafter = drafter_of(model, checkpoint_of(kind))
+        drafter = drafter_of(model, checkpoint_of(kind), branch=1)
         target = Target(model, drafter.needs.hidden_layers)
         rows = [target.start([1, 2, 3, 4, 5 + n], drafter) for n in range(2)]
         views = [
@@ -189,7 +195,7 @@ def test_rejection_draws_chains_from_a_q_and_trees_from_none(load: Load) -> None
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle, 3.1"])
+@pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle, 3.1", "eagle, P"])
 @pytest.mark.parametrize(
     ("beside", "params", "options"),
     [
@@ -214,7 +220,7 @@ def test_equal_to_plain_decoding(
         assert sum(r.stats.accepted_by.get(kind.split(",")[0], 0) for r in found) > 3
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
+@pytest.mark.parametrize("kind", [*KINDS, "eagle", "eagle, P"])
 @pytest.mark.parametrize(
     ("sampling", "acceptance"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ import torch
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read
+from outpace.drafters.learned.drafter import Ask, Network
 from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
 from outpace.drafters.learned.load import network_for
 from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.registry import build, parse
 from outpace.errors import ModelError
+from outpace.models.base import Model
 from outpace.models.native.model import NativeModel
 from outpace.models.options import LoadOptions
 from outpace.models.weights import hub, safetensors
 from tests import eagles, learned
 from tests.fake_hub import FakeHub, serving
 from tests.integration.conftest import Load
-from tests.oracles.networks import rms, rotate
+from tests.oracles.networks import eagle_steps, rms, rotate
 from tests.toy import ToyTokenizer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -59,6 +62,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "target_layer_ids": [0, 2, 4], "num_anchors": 512, **HEADS,
     },
 }  # fmt: skip
+for kind in ("gated", "rnn"):
+    LAYOUTS[f"DSpark, DeepSpec, {kind}"] = {**LAYOUTS["DSpark, DeepSpec"], "markov_head_type": kind}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,8 +85,69 @@ def test_windowed_blocks_are_those_of_speculators(load: Load, name: str) -> None
     for row, anchor in enumerate(seen["anchors"].tolist()):
         at = np.arange(anchor, dtype=np.int32)
         network.feed([row], [at], [states[:anchor]], [at])
-    found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
+    _, found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
     np.testing.assert_allclose(found, seen["logits"], atol=2e-4)
+
+
+def in_float32(its: Checkpoint, model: Model) -> Network:
+    if isinstance(model, NativeModel):
+        return NativeEagle(model, its, dtype="float32", kv_dtype="float32")
+    return network_for(its, model)
+
+
+def test_depths_of_p_eagle_are_those_of_speculators(load: Load) -> None:
+    """Two layers, of which one has a window; the likeliest first tokens of each depth are drafted in one call."""
+    seen = {
+        key: np.array(values) for key, values in json.loads((RECORDED / "peagle" / "seen.json").read_text()).items()
+    }
+    its, model = read(RECORDED / "peagle"), load(6, **SMALL)
+    assert isinstance(its.config, EagleConfig)
+    assert (its.config.mask_token, its.config.depths, its.config.decoder.windows) == (3, 5, (0, 6))
+    network: Any = in_float32(its, model)
+    tokens, states = seen["tokens"].astype(np.int32), seen["hidden_states"].astype(np.float32)
+    for row, (anchor, logits) in enumerate(zip(seen["anchors"].tolist(), seen["logits"], strict=True)):
+        for keeps in (1, anchor + 1):  # the last entry is fed after the others, or all at once
+            if keeps <= anchor:
+                network.feed([row], [tokens[: anchor + 1 - keeps]], [states[: anchor + 1 - keeps]])
+            entries, given = tokens[anchor + 1 - keeps : anchor + 1], states[anchor + 1 - keeps : anchor + 1]
+            drafted = network.draft([Ask(row, entries, given, 5, 5, 1)])
+            assert drafted.tokens[0].tolist() == network.ids[logits.argmax(-1)].tolist()
+            shares = np.exp(logits - logits.max(-1, keepdims=True))
+            chances = (shares / shares.sum(-1, keepdims=True)).max(-1).cumprod()
+            np.testing.assert_allclose(drafted.confidence[0], chances, rtol=1e-3)
+            network.kv.truncate(row, anchor + 1 - keeps)
+            found, rest = network.extend([row], [entries], [given])
+            for depth in range(5):
+                np.testing.assert_allclose(found[0], logits[depth], atol=2e-4)
+                found, rest = network.extend([row], [entries[-1:]], rest) if depth < 4 else (found, rest)
+            assert network.kv.length(row) == anchor + 1
+            network.kv.release(row)
+
+
+@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
+def test_p_eagle_in_the_flat_layout(tmp_path: Path, key: str) -> None:
+    """As AWS and SpecForge publish it: a Llama's keys, midlayer, a mask's states in two dimensions."""
+    told = json.loads((RECORDED / "peagle" / "config.json").read_text())
+    flags = {name: told[name] for name in ("draft_vocab_size", "norm_before_residual", "fc_norm")}
+    flat = {**told["transformer_layer_config"], **flags, "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}  # fmt: skip
+    stored = safetensors.read(RECORDED / "peagle" / "model.safetensors")
+    tensors = {
+        name.replace("layers.0.", "midlayer."): safetensors.plain(each, name)
+        if each.type in safetensors.FLOATS
+        else safetensors.whole(each, name)
+        for name, each in stored.items()
+    }
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    safetensors.write(tmp_path / "model.safetensors", tensors, "F32")
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    with pytest.raises(ModelError, match="does not say its mask token"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**flat, key: 3}))
+    found, its = read(tmp_path), read(RECORDED / "peagle")
+    assert found.config == replace(its.config, depths=8)
+    for name, values in its.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], values)
 
 
 def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None:
@@ -89,11 +155,7 @@ def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None
     its, model = read(RECORDED / "eagle-window"), load(6, **SMALL)
     assert isinstance(its.config, EagleConfig)
     assert (its.config.decoder.windows, its.config.decoder.scaling["factor"]) == ((5,), 8.0)
-    network: Any = (
-        NativeEagle(model, its, dtype="float32", kv_dtype="float32")
-        if isinstance(model, NativeModel)
-        else network_for(its, model)
-    )
+    network: Any = in_float32(its, model)
     tokens, states = seen["tokens"].astype(np.int32), seen["hidden_states"].astype(np.float32)
     for i in range(len(tokens)):
         (found,), _ = network.extend([0], [tokens[i : i + 1]], [states[i : i + 1]])
@@ -131,6 +193,21 @@ def blocks(config: dict[str, Any], w: dict[str, Any], states: Any, anchor: int, 
     return rms(x, w["norm.weight"], 1e-5)
 
 
+def markov(kind: str, w: dict[str, Any], token: int, state: Any, left: Any) -> tuple[Any, Any]:
+    """What DeepSpec's heads add to a slot's logits, and what they keep (its markov_head.py)."""
+    w = {name.removeprefix("markov_head."): values for name, values in w.items()}
+    before = w["markov_w1.weight"][token]
+    if kind == "gated":
+        mixed = w["gate_proj.weight"] @ np.concatenate([state, before]) + w["gate_proj.bias"]
+        return w["markov_w2.weight"] @ (before / (1 + np.exp(-mixed))), left
+    if kind == "rnn":
+        mixed = w["joint_proj.weight"] @ np.concatenate([left, before, state]) + w["joint_proj.bias"]
+        gate, candidate, out = np.split(mixed, 3)
+        gate = 1 / (1 + np.exp(-gate))
+        return w["markov_w2.weight"] @ np.tanh(out), gate * left + (1 - gate) * np.tanh(candidate)
+    return w["markov_w2.weight"] @ before, left
+
+
 def host(values: Any) -> Any:
     return np.asarray(values.detach() if isinstance(values, torch.Tensor) else values, np.float64)
 
@@ -141,7 +218,9 @@ def put(folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, dict
     count = len(config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids", [1, 3])))
     rank = HEADS["markov_rank"] if heads else 0
     decoder = learned.parallel().decoder
-    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads)
+    shape = ParallelConfig(
+        decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads, markov=config.get("markov_head_type", "vanilla")
+    )
     tensors = learned.random_tensors(shape, seed, head=own, embedding=own)
     tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
     folder.mkdir(exist_ok=True)
@@ -157,7 +236,7 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     rng = np.random.default_rng(2)
     its = fit(read(folder), model.info, None)
     assert isinstance(its.config, ParallelConfig)
-    assert its.config.sample_from_anchor == (layout == "DSpark, DeepSpec")
+    assert its.config.sample_from_anchor == ("DeepSpec" in layout)
     network: Any = network_for(its, model)
     embedding = w.get("embed_tokens.weight", host(model.parts.embed(np.arange(32, dtype=np.int32))))
     n, anchor, layers = 12, 7, len(its.config.hidden_layers)
@@ -168,10 +247,41 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     hidden = hidden if its.config.sample_from_anchor else hidden[1:]
     head = w.get("lm_head.weight")
     wanted = hidden @ (host(eagles._rows(model, np.arange(32, dtype=np.int32))) if head is None else head).T
-    np.testing.assert_allclose(network.block([0], [anchor], [n])[0], wanted, atol=3e-4 * np.abs(wanted).max())
+    normed, logits = network.block([0], [anchor], [n])
+    np.testing.assert_allclose(logits[0], wanted, atol=3e-4 * np.abs(wanted).max())
     if "markov_head.markov_w1.weight" in w:
-        bias = w["markov_head.markov_w1.weight"][[anchor]] @ w["markov_head.markov_w2.weight"].T
-        np.testing.assert_allclose(network.bias([anchor]), bias, atol=1e-4)
+        left = np.zeros(its.config.markov_rank)
+        token, leaves = anchor, np.zeros((1, its.config.markov_rank), np.float32)
+        for slot in range(network.most_levels):
+            bias, left = markov(its.config.markov, w, token, hidden[slot], left)
+            found, leaves = network.bias([token], normed[:, slot], leaves)
+            np.testing.assert_allclose(found[0], bias, atol=3e-3 * np.abs(bias).max())
+            token = int((wanted[slot] + bias).argmax())
+
+
+def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path) -> None:
+    """A Qwen3's layer over five of the target's, whose residual and feedback are not normed; own head and embedding."""
+    model, folder = load(6, **SMALL), tmp_path / "it"
+    told = {**QWEN3, "architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "layer_types": ["full_attention"],
+            "target_layer_ids": [0, 1, 2, 4, 5], "ttt_length": 7, "step_loss_decay": 1.0}  # fmt: skip
+    decoder = replace(learned.parallel().decoder, layers=1)
+    config = EagleConfig(decoder, 32, 32, (0, 1, 2, 4, 5), norm_before_residual=False, norm_output=False)
+    tensors = learned.random_tensors(config, 4, head=True, embedding=True)
+    tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(told))
+    safetensors.write(folder / "model.safetensors", tensors)
+    network: Any = in_float32(fit(read(folder), model.info, None), model)
+    rng = np.random.default_rng(6)
+    tokens, states = rng.integers(0, 32, 9).astype(np.int32), rng.normal(size=(9, 5, 8)).astype(np.float32)
+    first, then = eagle_steps(config, {**tensors, "d2t": np.zeros(32, np.int64)}, states.astype(np.float64), tokens)
+    for i in range(len(tokens)):
+        (found,), given = network.extend([0], [tokens[i : i + 1]], [states[i : i + 1]])
+        np.testing.assert_allclose(found, first[i], atol=3e-4 * np.abs(first).max())
+        if i + 1 < len(tokens):
+            (found,), _ = network.extend([0], [tokens[i + 1 : i + 2]], given)
+            np.testing.assert_allclose(found, then[i], atol=3e-4 * np.abs(then).max())
+            network.kv.truncate(0, i + 1)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +291,8 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
         ("DFlash, z-lab", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("DFlash, z-lab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ("DSpark, DeepSpec", {"target_layer_ids": [-1, 2, 4]}, "embeddings"),
-        ("DSpark, DeepSpec", {"markov_head_type": "gated"}, "only 'vanilla' is read"),
+        ("DSpark, DeepSpec", {"markov_head_type": "gru"}, "'gru': vanilla, gated, rnn are read"),
+        ("DSpark, DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers in a block drafter are not"),
         ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
         ("DFlash, z-lab", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
     ],

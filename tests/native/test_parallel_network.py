@@ -52,12 +52,12 @@ def some(rng: np.random.Generator, n: int, slots: int = BLOCK, temperature: floa
     return Row(hidden_states, positions.astype(np.int32), int(rng.integers(0, VOCAB)), slots, temperature)
 
 
-def said(blocks: NativeParallel, rows: dict[int, Row]) -> dict[int, tuple[list[int], list[float]]]:
+def said(blocks: NativeParallel, rows: dict[int, Row], branch: int = 1) -> dict[int, tuple[list[int], list[float]]]:
     """What one call drafts for rows that were read for: tokens, and path probabilities to the bit."""
     none, asks = np.zeros(0, np.int32), []
     for n, row in rows.items():
         choice, at = chooser(row.temperature, n), int(row.positions[-1]) + 1
-        asks.append(Ask(n, none, None, row.slots, row.slots, 1, choice, 0.0, row.anchor, at))
+        asks.append(Ask(n, none, None, row.slots, row.slots, branch, choice, 0.0, row.anchor, at))
     found = blocks.draft(asks)
     assert found.confidence is not None
     return {
@@ -76,7 +76,7 @@ def target(tiny: Tiny) -> Iterator[NativeModel]:
 @pytest.mark.parametrize("kind", ["Q4_1", "F32"])
 def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.random.Generator) -> None:
     """Alone or among others, more than pass at once, read at once or in pieces, with 1 or more threads."""
-    its = checkpoint()
+    its = checkpoint(markov={"Q4_1": "rnn", "F32": "gated"}[kind])
     lengths = [1, 64, 131, 5, *rng.integers(1, 20, 16).tolist()]
     rows = {i: some(rng, n, 1 + (i + 6) % BLOCK, (0.0, 0.9)[i % 2], gaps=i % 3 == 0) for i, n in enumerate(lengths)}
     before = None
@@ -90,8 +90,11 @@ def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.rand
                 end = at + 3 + 17 * i
                 part = row.positions[at:end]
                 again.feed([i], [part], [row.hidden_states[at:end]], [part])
+        trees = {i: said(blocks, {i: row}, 4)[i] for i, row in rows.items()}
+        assert said(again, rows, 4) == trees
         alone = {i: said(blocks, {i: row})[i] for i, row in rows.items()}
         assert said(again, rows) == alone == said(blocks, dict(reversed(rows.items())))
+        alone |= {-1 - i: tree for i, tree in trees.items()}
         assert before is None or before == alone
         before = alone
         for each in (blocks, again):
@@ -164,7 +167,8 @@ def test_tokens_are_those_of_the_largest_scores(
         normed, logits = blocks.kv.network.states([ask])
         token = row.anchor
         for slot, found in enumerate(logits):
-            before, bias = blocks.kv.network.bias(np.array([token], np.int32))
+            none = np.zeros((1, blocks.rank), np.float32)
+            before, bias, _ = blocks.kv.network.bias(np.array([token], np.int32), normed[slot : slot + 1], none)
             found = found + bias[0]
             if temperature:
                 (place,), (gain,) = chosen(found, blocks.ids, chooser(temperature, seed), slot, 1)
@@ -183,6 +187,45 @@ def test_tokens_are_those_of_the_largest_scores(
     blocks.close()
 
 
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
+def test_a_tree_is_the_likeliest_of_all_paths(kind: str, target: NativeModel, rng: np.random.Generator) -> None:
+    """All paths of 3 tokens among 12, enumerated with what the heads say after each; no other tree of as many nodes has
+    a larger sum of path probabilities (DDTree, arXiv 2604.12989)."""
+    size, slots, nodes = 12, 3, 20
+    shape = {"markov_rank": 0} if kind == "none" else {"markov": kind}
+    config = ParallelConfig(DECODER, VOCAB, size, (0, 1, 2), **{"block": 3, "mask_token": 6, "markov_rank": 32,
+                            "confidence": False, **shape})  # fmt: skip
+    blocks, row = NativeParallel(target, learned.random_checkpoint(3, config, sharp=2.0)), some(rng, 20)
+    blocks.feed([0], [row.positions], [row.hidden_states], [row.positions])
+    network, none = blocks.kv.network, np.zeros((1, blocks.rank), np.float32)
+    normed, logits = network.states([(0, row.anchor, 20, slots, None)])
+
+    def paths(token: int, left: Any, path: tuple[int, ...], chance: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+        if (slot := len(path)) == slots:
+            return
+        found = logits[slot].astype(np.float64)
+        if kind != "none":
+            _, bias, left = network.bias(np.array([token], np.int32), normed[slot : slot + 1], left)
+            found = found + bias[0]
+        shares = np.exp(found - found.max())
+        for place, share in enumerate(shares / shares.sum()):
+            longer = *path, int(blocks.ids[place])
+            yield chance * share, longer
+            yield from paths(longer[-1], left, longer, chance * share)
+
+    every = sorted(paths(row.anchor, none, (), 1.0), reverse=True)[:nodes]
+    unread = np.zeros(0, np.int32)
+    found = blocks.draft([Ask(0, unread, None, nodes, slots, 4, None, 0.0, row.anchor, 20)])
+    assert found.parents is not None
+    assert found.confidence is not None
+    tree: list[tuple[int, ...]] = []
+    for token, parent in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True):
+        tree.append((*(tree[parent] if parent >= 0 else ()), token))
+    assert sorted(tree) == sorted(path for _, path in every)
+    np.testing.assert_allclose(np.sort(found.confidence[0])[::-1], [chance for chance, _ in every], rtol=1e-4)
+    blocks.close()
+
+
 def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.Generator) -> None:
     blocks, row = NativeParallel(target, checkpoint()), some(rng, 60)
     blocks.feed([1], [row.positions], [row.hidden_states], [row.positions])
@@ -195,11 +238,12 @@ def test_faults_leave_everything_as_it_was(target: NativeModel, rng: np.random.G
         said(blocks, {1: row, 2: row})
     blocks.kv.release(2)
     for asks, wrong in (
-        ([(its, VOCAB, 60, 1, None)], "token 1000 is not"),
-        ([(its, 1, 60, 8, None)], "8 slots of 7"),
-        ([(its, 1, 512, 1, None)], "position 512"),
-        ([(its, 1, 60, 1, {**(described(chooser(1.0, 0)) or {}), "temperature": np.inf})], "temperature"),
-        ([(its, 1, 60, 1, None)] * 2, "appears twice"),
+        ([(its, VOCAB, 60, 1, None, 1, 1)], "token 1000 is not"),
+        ([(its, 1, 60, 8, None, 1, 1)], "8 slots of 7"),
+        ([(its, 1, 512, 1, None, 1, 1)], "position 512"),
+        ([(its, 1, 60, 1, {**(described(chooser(1.0, 0)) or {}), "temperature": np.inf}, 1, 1)], "temperature"),
+        ([(its, 1, 60, 1, None, 0, 1)], "0 nodes"),
+        ([(its, 1, 60, 1, None, 1, 1)] * 2, "appears twice"),
         ([], "nothing"),
     ):
         with pytest.raises(ValueError, match=wrong):

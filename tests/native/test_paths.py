@@ -204,10 +204,10 @@ def test_a_block_drafter(tiny: Tiny, rng: np.random.Generator) -> None:
 
     def drafts(path: str) -> Any:
         model = tiny.load("Q8_0", "llama", {"vocab": VOCAB}, isa=path, threads=2)
-        blocks = NativeParallel(model, checkpoint())
+        blocks = NativeParallel(model, checkpoint(markov="rnn"))
         for i, row in rows.items():
             blocks.feed([i], [row.positions], [row.hidden_states], [row.positions])
-        found = said(blocks, rows)
+        found = said(blocks, rows, branch=4)
         blocks.close()
         model.close()
         return np.concatenate([np.ravel(values) for values in found.values()])

@@ -34,9 +34,10 @@ def objective(seed: int = 0, options: ParallelOptions | None = None, **changed: 
 
 
 def draft(network: ParallelNetwork, tokens: list[int], positions: list[int], contexts: list[Context]) -> BlockDraft:
-    return network.draft(
-        torch.tensor(tokens), torch.tensor(positions), contexts, PARTS.embed, lambda x: x @ HEAD.T, small.IDS
-    )
+    anchors = torch.tensor(tokens)
+    with torch.no_grad():
+        block = network.logits(anchors, torch.tensor(positions), contexts, PARTS.embed, lambda x: x @ HEAD.T)
+    return network.decide(anchors, *block, small.IDS)
 
 
 def grown(network: ParallelNetwork, given_: TrainBatch, b: int) -> list[Context]:

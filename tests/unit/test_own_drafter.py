@@ -168,3 +168,24 @@ def test_rounding_of_q_is_mended() -> None:
     assert drafts.q is not None
     assert drafts.q.dtype == np.float64
     assert abs(drafts.q.sum() - 1) < 1e-12
+
+
+def test_one_that_brings_nothing_is_remarked_on_once_an_engine() -> None:
+    """Not for every answer: as soon as 64 of its tokens were tried, over all of them."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with Engine(ToyModel(), ToyTokenizer()) as plain:
+        said = plain.generate(PROMPT, params).token_ids
+
+    class Wrong(Drafter):
+        name = "model:wrong"
+
+        def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+            never = [0 if said[len(view.tokens) - len(PROMPT)] else 1 for view in rows]
+            return Drafts.chains([[token] * size for token, size in zip(never, sizes.tolist(), strict=True)], self.name)
+
+    with Engine(ToyModel(), ToyTokenizer(), drafter=Wrong(), size=4) as engine:
+        answers = [engine.generate(PROMPT, params) for _ in range(6)]
+    assert {result.token_ids for result in answers} == {said}
+    drafted = np.cumsum([result.stats.drafted for result in answers])
+    assert [len(result.notes) for result in answers] == [int(n == (drafted >= 64).argmax()) for n in range(6)]
+    assert any("model:wrong: 0 of" in note for result in answers for note in result.notes)

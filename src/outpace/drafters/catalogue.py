@@ -33,6 +33,7 @@ COMMON = ("size", "fallback")  # options of every method: the engine's, and the 
 _LOOKUP, _FORWARD, _LEARNED = (f"outpace.drafters.{floor}" for floor in ("lookup", "forward", "learned.load"))
 _HISTORY = "1: what finished requests left serves later ones (0)"
 _REVISION = {"revision": "of its repository"}
+_CHAINS = {"branch": "1: chains, not the likeliest trees"}
 _PUBLISHED = "a trained drafter: its folder, or its repository in a hub"
 METHODS: Mapping[str, Method] = {
     "auto": Method(
@@ -127,6 +128,16 @@ METHODS: Mapping[str, Method] = {
         short="PATH",
         example="/data/demo-eagle",
     ),
+    "peagle": Method(
+        "the same, all depths at once from mask tokens, as AWS and speculators publish it (P-EAGLE)",
+        "one small forward",
+        "published P-EAGLE drafters",
+        f"{_LEARNED}:build",
+        {**_CHAINS, "quantize": "int8 or int4: its weights in groups of 32", **_REVISION},
+        argument=_PUBLISHED,
+        short="ID",
+        example="amazon/gpt-oss-20b-p-eagle",
+    ),
     "mtp": Method(
         "the layer that drafts in the target's own files (Qwen, GLM, DeepSeek)",
         "a layer and the head a depth",
@@ -139,7 +150,7 @@ METHODS: Mapping[str, Method] = {
         "one small forward",
         "cheap wide drafts",
         f"{_LEARNED}:build",
-        _REVISION,
+        {**_CHAINS, **_REVISION},
         argument=_PUBLISHED,
         short="PATH",
         example="/data/demo-parallel",
@@ -149,7 +160,7 @@ METHODS: Mapping[str, Method] = {
         "one small forward",
         "published DFlash drafters",
         f"{_LEARNED}:build",
-        _REVISION,
+        {**_CHAINS, **_REVISION},
         argument=_PUBLISHED,
         short="ID",
         example="z-lab/Qwen3-8B-DFlash-b16",
@@ -159,7 +170,7 @@ METHODS: Mapping[str, Method] = {
         "one small forward",
         "published DSpark drafters",
         f"{_LEARNED}:build",
-        _REVISION,
+        {**_CHAINS, **_REVISION},
         argument=_PUBLISHED,
         short="ID",
         example="deepseek-ai/dspark_qwen3_8b_block7",

@@ -29,6 +29,7 @@ class Core:
         self._torn = False  # a change was interrupted, and what it left was not mended yet
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
+        self._remarked: set[str] = set()  # drafters of which somebody was told that they bring nothing
         self.steps = itertools.count()
         hidden_layers = list(drafting.needs.hidden_layers)
         self.rows = _fast.native.Rows(model.info.vocab_size, hidden_layers, TARGET)  # of the present step
@@ -119,6 +120,10 @@ class Core:
         """A sequence has ended: its row is given up, its last delta goes out. Called again, it goes on where it was."""
         sequence.count_up()
         sequence.stats.kv_bytes = self.model.kv.bytes_for(max(sequence.cached, 1))
+        for source, remark in pooled([self.finished, sequence.stats]).useless.items():
+            if sequence.result is None and source in sequence.stats.drafted_by and source not in self._remarked:
+                sequence.notes.append(remark)
+                self._remarked.add(source)
         try:
             self.scheduler.release(sequence)
         finally:

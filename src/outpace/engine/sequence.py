@@ -354,7 +354,7 @@ class Sequence:
             stopped_by=self.stopped_by,
             error=self.error,
             cause=self.cause,
-            notes=(*self.notes, *self.stats.useless),
+            notes=tuple(self.notes),
             pieces=self._pieces(),
         )
 

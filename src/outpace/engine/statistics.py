@@ -41,7 +41,7 @@ class Clock:
 
 
 _NOTHING = "no draft was made: the answer repeated nothing from before, or drafts had not paid lately"
-_TRAINED = ("eagle", "parallel", "dflash", "dspark", "medusa", "drafter", "mtp", "model")
+_TRAINED = ("eagle", "peagle", "parallel", "dflash", "dspark", "medusa", "drafter", "mtp", "model")
 _ENOUGH, _USELESS = 64, 200  # drafted tokens that tell, and of how many less than one is next to nothing
 _FEW = 8  # drafted steps that say nothing about a text
 PHASES = ("draft", "target", "verify", "other")
@@ -218,13 +218,13 @@ class Stats:
         return f"{said}, so drafting {'paid' if brought > cost else 'did not pay'}"
 
     @property
-    def useless(self) -> list[str]:
+    def useless(self) -> dict[str, str]:
         """A remark on every trained drafter of which next to nothing was accepted, with what that is likely due to."""
-        found = []
+        found = {}
         for source, drafted in self.drafted_by.items():
             accepted = self.accepted_by.get(source, 0)
             if source.split(":")[0] in _TRAINED and drafted >= _ENOUGH and accepted * _USELESS < drafted:
-                found.append(
+                found[source] = (
                     f"{source}: {accepted} of {drafted} drafted tokens were accepted: it was likely made for another "
                     "model, fine-tune, quantisation or chat template than this one: see outpace drafters, or use "
                     "suffix"

@@ -77,6 +77,8 @@ def to_eagle3(path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype:
     config = checkpoint.config
     if not isinstance(config, EagleConfig):
         raise ParameterError(f"the layout of EAGLE-3 is for the method eagle, and this is {checkpoint.method}")
+    if config.mask_token is not None:
+        raise ParameterError("the layout of EAGLE-3 has no masks, as P-EAGLE does: export to speculators")
     whole = _whole(checkpoint, rows)
     arrays = {layouts.flat_name(name): values for name, values in arrays_of(Path(path), whole, True).items()}
     if config.decoder.qk_norm:
@@ -106,6 +108,9 @@ def to_vllm(
     if isinstance(config, ParallelConfig):
         tokens = config.block - (not config.sample_from_anchor)
     to_speculators(path, checkpoint, rows, verifier, tokens=tokens, dtype=dtype)
+    if isinstance(config, EagleConfig) and config.mask_token is not None:
+        named: dict[str, Any] = {"method": "eagle3", "parallel_drafting": True}
+        return {**named, "model": str(path), "num_speculative_tokens": config.depths}
     return {"method": layouts.NAMES[type(config)], "model": str(path), "num_speculative_tokens": tokens}
 
 

@@ -325,7 +325,8 @@ def _tensors(
     reads: dict[str, Callable[[], _Array]] = {"d2t": lambda: d2t, "t2d": lambda: t2d}
     for name in (*wanted, *(name for name in embedding if name in found)):
         every = found[name].shape[0] > len(ids)  # rows of all of the target's tokens, of which token_map chooses
-        reads[name] = _reader(found[name], name, (ids[order] if every else order) if name in by_token else None)
+        shape = {**wanted, **embedding}[name]
+        reads[name] = _reader(found[name], name, shape, (ids[order] if every else order) if name in by_token else None)
     return _Lazy(reads)
 
 
@@ -350,20 +351,25 @@ def _target_ids(where: Path, config: Config, found: Mapping[str, StoredTensor]) 
 
 
 def _shaped(where: Path, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
+    if _bare(tensor.shape) != _bare(shape):
         raise ModelError(
             f"{where}: {name} is {list(tensor.shape)}, but must be {list(shape)} by config.json: get the files of one "
             "download"
         )
 
 
-def _reader(tensor: StoredTensor, name: str, order: _Array | None) -> Callable[[], _Array]:
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without dimensions of one that stand first: makers differ in them."""
+    return _bare(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def _reader(tensor: StoredTensor, name: str, shape: tuple[int, ...], order: _Array | None) -> Callable[[], _Array]:
     def values() -> _Array:
         if tensor.type == Q4_1:
             read = q4_1.decode(tensor.data.reshape(tensor.shape[0], -1))
         else:
             read = safetensors.plain(tensor, name)
-        return read if order is None else read[order]
+        return read.reshape(shape) if order is None else read[order]
 
     return values
 

@@ -2,15 +2,16 @@
 the layouts in which they are published: what config.json says, what the tensors are called there; read and written.
 
 Layers are counted as in ``Batch.hidden_layers``: ``hidden_layers`` are outputs of layers, from 0. Layouts: speculators
-0.9 (eagle3, dspark, dflash), EAGLE-3's own flat one, z-lab's DFlash, DSpark as DeepSpec and as SpecForge write it,
-Medusa's (vLLM's names, and the older ones of its authors). A file is untrusted: what it says is either understood or
-refused by name, since a drafter that is misread drafts badly without a word.
+0.9 (eagle3, peagle, dspark, dflash), EAGLE-3's own flat one, which is P-EAGLE's, too, z-lab's DFlash, DSpark as
+DeepSpec and as SpecForge write it, DeepSpec's EAGLE-3, Medusa's (vLLM's names, and the older ones of its authors). A
+file is untrusted: what it says is either understood or refused by name, since a drafter that is misread drafts badly
+without a word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,10 @@ class EagleConfig:
     ``fc_norm``: a norm for each layer before ``fc``; ``norm_before_fc``: one norm over all of them; at most one of
     the two. ``norm_before_residual``: the layer's residual is the normed g. ``norm_output``: what is fed back is the
     output after ``norm`` (otherwise before it). ``hidden_layers``: ascending; empty: see ``eagle_layers``.
+
+    ``mask_token``: P-EAGLE: all tokens of a draft come from one forward, in which this id of the target's and the
+    tensor ``mask_hidden`` stand where nothing is known; up to ``depths`` of them, by more than one layer, of which the
+    first reads tokens and g, the others are plain. None: EAGLE-3.
     """
 
     decoder: Decoder
@@ -72,6 +77,8 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_fc: bool = False
+    mask_token: int | None = None
+    depths: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +86,12 @@ class ParallelConfig:
     """DSpark (arXiv 2607.05147): ``block`` tokens from one forward. Without its heads it is DFlash (arXiv 2602.06036).
 
     ``mask_token``: the target's id that stands where nothing is known. ``markov_rank``: of the low-rank bias that the
-    token before gives; 0: none. ``confidence``: whether a head estimates each position's acceptance;
-    ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending token's own place
-    predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a window:
-    ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the anchor
-    (otherwise its own window ends at the slot itself).
+    token before gives; 0: none; ``markov``: what it reads: "vanilla", that token alone; "gated", through a gate that
+    the slot's state opens; "rnn", and what the slots before have left. ``confidence``: whether a head estimates each
+    position's acceptance; ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending
+    token's own place predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a
+    window: ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the
+    anchor (otherwise its own window ends at the slot itself).
     """
 
     decoder: Decoder
@@ -98,6 +106,7 @@ class ParallelConfig:
     sample_from_anchor: bool = True
     causal: bool = True
     anchored: bool = False
+    markov: str = "vanilla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,15 @@ def hidden_of(config: Config) -> int:
     return config.hidden if isinstance(config, MedusaConfig) else config.decoder.hidden
 
 
+# Markov heads that read more than a token: rows of their product, and what these read beside the state, both in ranks.
+MARKOV = {"gated": (1, 1), "rnn": (3, 2)}
+
+
+def mix_of(config: ParallelConfig) -> str:
+    """The product's name."""
+    return "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}[config.markov]
+
+
 def _medusa(config: MedusaConfig) -> Iterator[tuple[str, Shape]]:
     for head in range(config.heads):
         for layer in range(config.layers):
@@ -171,10 +189,11 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
     yield "norm.weight", (d.hidden,)
     for i in range(d.layers):
         at = f"layers.{i}."
-        enters = 2 * d.hidden if eagle else d.hidden  # the embedding's half, then g's
+        first = eagle and i == 0
+        enters = 2 * d.hidden if first else d.hidden  # the embedding's half, then g's
         yield at + "input_layernorm.weight", (d.hidden,)
         yield at + "post_attention_layernorm.weight", (d.hidden,)
-        if eagle:
+        if first:
             yield at + "hidden_norm.weight", (d.hidden,)
         yield at + "self_attn.q_proj.weight", (q, enters)
         yield at + "self_attn.k_proj.weight", (kv, enters)
@@ -191,11 +210,17 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
             yield from ((f"fc_norm.{i}.weight", (d.hidden,)) for i in range(hidden_layers))
         if config.norm_before_fc:
             yield "input_norm.weight", (hidden_layers * d.hidden,)
+        if config.mask_token is not None:
+            yield "mask_hidden", (1, 1, hidden_layers * d.hidden)
         return
     yield "hidden_norm.weight", (d.hidden,)
     if config.markov_rank:
         yield "markov_head.markov_w1.weight", (config.vocab, config.markov_rank)
         yield "markov_head.markov_w2.weight", (config.draft_vocab, config.markov_rank)
+        for name, (rows, reads) in MARKOV.items():
+            if name == config.markov:
+                yield f"{mix_of(config)}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
+                yield f"{mix_of(config)}.bias", (rows * config.markov_rank,)
     if config.confidence:
         yield "confidence_head.proj.weight", (1, d.hidden + config.confidence_markov * config.markov_rank)
         yield "confidence_head.proj.bias", (1,)
@@ -204,12 +229,26 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 SPECULATORS = "0.9.0"  # whose layout is written
-METHODS = {"eagle3": "eagle", "dspark": "parallel", "dflash": "parallel"}  # speculators' names, and ours
+METHODS = {
+    "eagle3": "eagle",
+    "peagle": "eagle",
+    "dspark": "parallel",
+    "dflash": "parallel",
+}  # speculators' names, and ours
 NAMES = {EagleConfig: "eagle3", ParallelConfig: "dspark"}
 _EAGLE_LAYERS, _PARALLEL_LAYERS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
-_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-_DEEPSPEC, _BLOCKS = "Qwen3DSparkModel", ("DFlashDraftModel", "DSparkDraftModel")
+_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "PEagleDraftModel")
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # P-EAGLE's mask token, as readers call it
+_DEEPSPEC, _DEEPSPEC_EAGLE, _BLOCKS = "Qwen3DSparkModel", "Qwen3Eagle3Model", ("DFlashDraftModel", "DSparkDraftModel")
+# Layouts that are known, but not read: what it is of each that is missing here.
+_UNREAD = {
+    "Gemma4DSparkModel": "Gemma 4's layers in a block drafter",
+    "Gemma4Eagle3Model": "Gemma 4's layer in an EAGLE-3 drafter",
+    "DFlash2DraftModel": "DFlash2's convolutions and candidate selector",
+    "dflash2": "DFlash2's convolutions and candidate selector",
+    "xpress": "XPress's heads",
+}
 # What training leaves in a file although the target has it, or it follows from the description.
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
 MAX_VOCAB = 1 << 22
@@ -226,8 +265,12 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
     named = {*facts.listed("architectures")}
     if named & {_DEEPSPEC, *_BLOCKS}:
         return "parallel", _deepspec(facts) if _DEEPSPEC in named else _block(facts, "DSparkDraftModel" in named)
+    if _DEEPSPEC_EAGLE in named:
+        return "eagle", _deepspec_eagle(facts)
     if is_eagle(facts, shapes):
         return flat_eagle(facts, shapes)
+    if unread := named & _UNREAD.keys():
+        raise facts.fail(f"its architecture is {min(unread)}, and {_UNREAD[min(unread)]} are not read: {_REMEDY}")
     raise facts.fail(
         f"it describes {config.get('architectures') or config.get('model_type')!r}: give a drafter in the layout of "
         "speculators, EAGLE-3, DFlash, DSpark or Medusa"
@@ -273,6 +316,8 @@ def _medusa_name(name: str) -> str:
 def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     """The method and shape of a speculators config. Raises ModelError for what this library does not run."""
     kind = facts.get("speculators_model_type")
+    if isinstance(kind, str) and kind in _UNREAD:
+        raise facts.fail(f"speculators_model_type is {kind!r}, and {_UNREAD[kind]} are not read: {_REMEDY}")
     if not isinstance(kind, str) or kind not in METHODS:
         raise facts.fail(f"speculators_model_type is {kind!r}: {', '.join(METHODS)} and Medusa are read")
     layer = facts.part("transformer_layer_config")
@@ -283,9 +328,14 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     vocab = layer.whole("vocab_size", most=MAX_VOCAB)
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     if METHODS[kind] == "eagle":
-        decoder = _decoder(layer, model == "qwen3", 1)
+        decoder = _decoder(layer, model == "qwen3", None if kind == "peagle" else 1)
         flags = {name: facts.flag(name, False) for name in _FLAGS}
-        return "eagle", _eagle(facts, decoder, vocab, draft, _hidden_layers(facts, _EAGLE_LAYERS), flags)
+        config = _eagle(facts, decoder, vocab, draft, _hidden_layers(facts, _EAGLE_LAYERS), flags)
+        if kind == "eagle3":
+            return "eagle", config
+        proposed = facts.part("speculators_config").get("proposal_methods")
+        first = proposed[0] if isinstance(proposed, list) and proposed and isinstance(proposed[0], dict) else {}
+        return "eagle", _masked(facts, config, facts.about(first).whole("speculative_tokens", config.depths, most=64))
     hidden_layers = _hidden_layers(facts, _PARALLEL_LAYERS)
     if not hidden_layers:
         raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
@@ -293,23 +343,27 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     block, mask = facts.whole("block_size", most=1024), facts.whole("mask_token_id", most=vocab - 1, least=0)
     dspark = kind == "dspark"
     anchor = facts.flag("sample_from_anchor", None if dspark else False)
-    heads = _heads(facts, 256, True, True) if dspark else (0, False, False)
+    heads, markov = _heads(facts, 256, True, True) if dspark else ((0, False, False), "vanilla")
     windows = any(decoder.windows)
     causal = not (facts.flag("sliding_window_non_causal", False) and windows)
     shape = decoder, vocab, draft, hidden_layers, block, mask
-    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows)
+    if markov == "rnn" and not anchor:
+        raise facts.fail(f"its recurrent Markov head begins before what is drafted (sample_from_anchor): {_REMEDY}")
+    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows, markov)
 
 
-def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[int, bool, bool]:
+def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[tuple[int, bool, bool], str]:
     """DSpark's: the Markov head's rank, whether there is a confidence head, and whether that reads the token before;
-    given: what is meant where nothing is said."""
-    if facts.get("markov_head_type", "vanilla") != "vanilla":
-        raise facts.fail(f"its markov_head_type is {facts.get('markov_head_type')!r}: only 'vanilla' is read")
+    and the Markov head's kind. Given: what is meant where nothing is said."""
+    kind = facts.get("markov_head_type")
+    kind = "vanilla" if kind is None else kind
+    if kind != "vanilla" and kind not in MARKOV:
+        raise facts.fail(f"its markov_head_type is {kind!r}: vanilla, {', '.join(MARKOV)} are read")
     rank, head = facts.whole("markov_rank", rank, least=0), facts.flag("enable_confidence_head", confidence)
     reads = facts.flag("confidence_head_with_markov", reads)
     if head and reads and not rank:
         raise facts.fail("confidence_head_with_markov needs a markov_rank above 0")
-    return rank, head, reads
+    return (rank, head, reads), kind if rank else "vanilla"
 
 
 def _deepspec(facts: Facts) -> ParallelConfig:
@@ -317,8 +371,15 @@ def _deepspec(facts: Facts) -> ParallelConfig:
     DFlash of its has the same layout, without heads."""
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
-    heads = _heads(facts, 0, False, False)
-    return ParallelConfig(_decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask, *heads)
+    heads, markov = _heads(facts, 0, False, False)
+    shape = _decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask
+    return ParallelConfig(*shape, *heads, markov=markov)
+
+
+def _deepspec_eagle(facts: Facts) -> EagleConfig:
+    """EAGLE-3 as DeepSpec writes it: a Qwen3's keys, embedding and head of its own, what is fed back is not normed."""
+    vocab = facts.whole("vocab_size", most=MAX_VOCAB)
+    return EagleConfig(_decoder(facts, True, 1), vocab, vocab, _outputs(facts))
 
 
 def _block(facts: Facts, dspark: bool) -> ParallelConfig:
@@ -336,7 +397,9 @@ def _block(facts: Facts, dspark: bool) -> ParallelConfig:
     decoder = _decoder(facts, True, None)
     ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
     trained = nested.get("confidence_head_alpha") or 0
-    heads = _heads(nested, 0, bool(trained), False) if dspark else (0, False, False)
+    heads, markov = _heads(nested, 0, bool(trained), False) if dspark else ((0, False, False), "vanilla")
+    if markov != "vanilla":  # nothing public says how SpecForge's are served
+        raise facts.fail(f"its markov_head_type is {markov!r}, which is read in DeepSpec's and speculators' alone")
     causal = facts.get("is_causal") is not False
     return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal)
 
@@ -373,9 +436,20 @@ def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
         "norm_before_fc", False
     )
     _same_hidden(facts, facts)
-    if "layers.1.self_attn.q_proj.weight" in shapes:
-        raise facts.fail(f"it has more than one layer: {_REMEDY}")
-    return "eagle", _eagle(facts, _decoder(facts, False, 1, counted=False), vocab, draft, hidden_layers, flags, False)
+    layers = sum(name.endswith("self_attn.q_proj.weight") for name in shapes)
+    if "mask_hidden" not in shapes and layers > 1:
+        raise facts.fail(f"it has {layers} layers, and EAGLE-3 has one: {_REMEDY}")
+    decoder = _decoder(facts, False, None, layers)
+    config = _eagle(facts, decoder, vocab, draft, hidden_layers, flags, False)
+    return "eagle", _masked(facts, config, config.depths) if "mask_hidden" in shapes else config
+
+
+def _masked(facts: Facts, config: EagleConfig, depths: int) -> EagleConfig:
+    """The same as P-EAGLE. In the flat layout nothing says how deep it was trained: 8, as by default."""
+    for key in _MASKS:
+        if facts.get(key) is not None:
+            return replace(config, mask_token=facts.whole(key, most=config.vocab - 1, least=0), depths=depths)
+    raise facts.fail(f"it does not say its mask token ({', '.join(_MASKS)}): write the one that it was trained with")
 
 
 def medusa(facts: Facts, own: Facts, shapes: Shapes) -> tuple[str, Config]:
@@ -421,8 +495,6 @@ def _eagle(
         )
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise facts.fail("fc_norm and norm_before_fc exclude each other: keep the one that it was trained with")
-    if hidden_layers and len(hidden_layers) != 3:
-        raise facts.fail(f"it reads {len(hidden_layers)} hidden layers, and EAGLE-3 reads 3: name three layers")
     return EagleConfig(decoder, vocab, draft, hidden_layers, facts.flag("norm_before_residual", absent), **flags)
 
 
@@ -443,15 +515,16 @@ def _same_hidden(facts: Facts, layer: Facts) -> None:
         raise facts.fail(f"target_hidden_size is not its own hidden_size, {hidden}: {_REMEDY}")
 
 
-def _decoder(facts: Facts, qk_norm: bool, layers: int | None, counted: bool = True) -> Decoder:
-    """``layers``: how many there must be; not ``counted``: whatever num_hidden_layers says (some have the target's)."""
+def _decoder(facts: Facts, qk_norm: bool, layers: int | None, counted: int = 0) -> Decoder:
+    """``layers``: how many there must be; ``counted``: how many there are, whatever num_hidden_layers says (some have
+    the target's)."""
     for key in ("attention_bias", "mlp_bias", "quantization_config"):
         if facts.get(key):
             raise facts.fail(f"it has {key}: {_REMEDY}")
     if facts.get("hidden_act", "silu") != "silu":
         raise facts.fail(f"its activation is {facts.get('hidden_act')!r}: silu is read")
     hidden, heads = facts.whole("hidden_size"), facts.whole("num_attention_heads", most=1 << 16)
-    found = facts.whole("num_hidden_layers", 1, most=1024) if counted else 1
+    found = counted or facts.whole("num_hidden_layers", 1, most=1024)
     if layers is not None and found != layers:
         raise facts.fail(f"it has {found} layers: {layers} is read")
     kv_heads = facts.whole("num_key_value_heads", heads, most=heads)
@@ -510,8 +583,9 @@ class Verifier:
 
 def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tokens: int, dtype: str) -> dict[str, Any]:
     """A speculators config; ``tokens``: drafted a step unless somebody says otherwise."""
-    eagle = isinstance(config, EagleConfig)
-    kind = NAMES[type(config)]
+    kind = published_as(config)
+    if isinstance(config, EagleConfig) and config.mask_token is not None:
+        tokens = config.depths
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -519,7 +593,7 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
         "accept_tolerance": 0.0,
     }
     common = {
-        "architectures": ["Eagle3Speculator" if eagle else "DSparkSpeculator"],
+        "architectures": [{"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}.get(kind, "DSparkSpeculator")],
         "speculators_model_type": kind,
         "speculators_version": SPECULATORS,
         "dtype": dtype,
@@ -536,7 +610,8 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
     }
     if isinstance(config, EagleConfig):
         ids = _layer_ids(_EAGLE_LAYERS, config.hidden_layers)
-        return {**common, **_flags(config), **ids, "embed_requires_grad": False}
+        mask = {} if config.mask_token is None else {"mask_token_id": config.mask_token}
+        return {**common, **_flags(config), **ids, **mask, "embed_requires_grad": False}
     return {
         **common,
         **_layer_ids(_PARALLEL_LAYERS, config.hidden_layers),
@@ -545,10 +620,15 @@ def to_speculators(config: EagleConfig | ParallelConfig, verifier: Verifier, tok
         "sample_from_anchor": config.sample_from_anchor,  # absent, speculators takes it for true, vLLM for false
         "sliding_window_non_causal": not config.causal,
         "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": config.markov,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_markov,
     }
+
+
+def published_as(config: EagleConfig | ParallelConfig) -> str:
+    """speculators' name for its method."""
+    return "peagle" if isinstance(config, EagleConfig) and config.mask_token is not None else NAMES[type(config)]
 
 
 def to_flat_eagle(config: EagleConfig, dtype: str) -> dict[str, Any]:

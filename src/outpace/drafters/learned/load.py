@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
-METHODS_OF = {"dflash": "parallel", "dspark": "parallel"}  # names under which others publish our methods
+# Names under which others publish our methods.
+METHODS_OF = {"peagle": "eagle", "dflash": "parallel", "dspark": "parallel"}
 _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the target is native
     "eagle": {True: "native:NativeEagle", False: "networks.eagle:TorchEagle"},
+    "peagle": {True: "native:NativeEagle", False: "networks.peagle:TorchPeagle"},
     "parallel": {True: "native:NativeParallel", False: "networks.parallel:TorchParallel"},
     "medusa": {True: "native:NativeMedusa", False: "networks.medusa:TorchMedusa"},
 }
@@ -110,12 +112,13 @@ def network_for(checkpoint: Checkpoint, target: Model, quantize: str | None = No
         raise DrafterError(f"{name}: quantize={quantize} is not known: use one of {', '.join(QUANTIZE)}")
     if quantize is not None and not native:
         raise DrafterError(f"{name}: quantize={quantize} needs a target on the native backend: leave it out")
-    if isinstance(config, EagleConfig) and config.decoder.layers != 1:
+    kind = "peagle" if isinstance(config, EagleConfig) and config.mask_token is not None else checkpoint.method
+    if isinstance(config, EagleConfig) and kind == "eagle" and config.decoder.layers != 1:
         raise DrafterError(f"{name} has {config.decoder.layers} layers: use a drafter of one layer")
     given: list[Any] = [] if quantize is None else [quantize]
     if isinstance(config, MedusaConfig):
         given.append(tree_of(name, config.tree, config.heads))
-    module, _, made = _NETWORKS[checkpoint.method][native].partition(":")
+    module, _, made = _NETWORKS[kind][native].partition(":")
     network: Network = getattr(import_module(f"outpace.drafters.learned.{module}"), made)(target, checkpoint, *given)
     return network
 

@@ -17,9 +17,9 @@ from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.drafter import DEEPEST, KV, LEVELS, Ask, Network, Predicted
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids
+from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids, mix_of
 from outpace.drafters.learned.medusa import HeadsNetwork, Path, parents
-from outpace.drafters.learned.parallel import BlockNetwork
+from outpace.drafters.learned.parallel import Block, BlockNetwork, next_slots
 from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.sampling import Chooser
@@ -211,7 +211,8 @@ def _states(states: Any) -> F32:
 
 
 class NativeEagle(Network):
-    """EAGLE-3: a whole draft, chain or tree, in one call. ``checkpoint``: one of method "eagle" that fits the target.
+    """EAGLE-3 or P-EAGLE: a whole draft, chain or tree, in one call. ``checkpoint``: one of method "eagle" that fits
+    the target.
 
     ``quantize``: int8 or int4, in groups of 32; None keeps weights as ``dtype`` says: float32 or bfloat16; "auto" is
     int4 beside a target of 4 bits, int8 beside another quantised one, else the target's own type. Rows of the head that
@@ -254,13 +255,19 @@ class NativeEagle(Network):
                 "norm_first": config.norm_before_residual,
             }
             model = packing.model(config.decoder, layers, kv_dtype, limit)
-            norms = [f"fc_norm.{t}.weight" for t in range(len(config.hidden_layers))] if config.fc_norm else []
-            norms = ["input_norm.weight"] if config.norm_before_fc else norms
+            norm_names = [f"fc_norm.{t}.weight" for t in range(len(config.hidden_layers))] if config.fc_norm else []
+            norm_names = ["input_norm.weight"] if config.norm_before_fc else norm_names
             fuse, ids = packing.matrix(packing.tensors["fc.weight"]), packing.ids
-            eagle = _native.Eagle(model, fuse, [packing.vector(norm) for norm in norms], ids, config.norm_output)
+            norms = [packing.vector(norm) for norm in norm_names]
+            self._mask = None
+            if config.mask_token is not None:
+                self._mask = config.mask_token, packing.vector("mask_hidden").ravel()
+            eagle = _native.Eagle(model, fuse, norms, ids, config.norm_output, self._mask)
         self.kv, self.ids, self.max_length = NativeKV(model, eagle), ids, config.decoder.max_length
         self.weight_bytes = eagle.bytes
         self._last, self._norm_output = config.decoder.layers - 1, config.norm_output
+        if self._mask is not None:
+            self.stepwise, self.stops, self.most_levels = False, False, config.depths
 
     def native_rows(
         self, layers: Sequence[int], branch: int, most_levels: int | None, catch_up: int
@@ -280,7 +287,8 @@ class NativeEagle(Network):
         """
         drafted = self._draft(asks)
         trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances, _ in drafted]
-        return replace(Drafts.of(trees), levels=np.array([levels for *_, levels in drafted], np.int32))
+        levels = np.array([levels for *_, levels in drafted], np.int32) if self.stepwise else None
+        return replace(Drafts.of(trees), levels=levels)
 
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[list[int], list[int], list[float], int]]:
         with refusals():
@@ -295,6 +303,10 @@ class NativeEagle(Network):
             )  # fmt: skip
 
     def extend(self, rows: Sequence[int], tokens: Sequence[I32], given: Sequence[Any]) -> tuple[F32, list[Any]]:
+        if not self.stepwise:
+            return next_slots(
+                given, lambda new: [Block(self._slots(rows[b], tokens[b], _states(given[b]))) for b in new]
+            )
         model, eagle, starts = self.kv.model, self.kv.network, [self.kv.length(row) for row in rows]
         features = [each.features if isinstance(each, Predicted) else eagle.fuse(_states(each)) for each in given]
         fresh = [row for row in dict.fromkeys(rows) if eagle.take(row)]
@@ -319,6 +331,30 @@ class NativeEagle(Network):
             outputs = _native.final_norm(model, outputs)
         return result.logits(last), [Predicted(outputs[i : i + 1]) for i in range(len(rows))]
 
+    def _slots(self, row: int, tokens: I32, states: F32) -> F32:
+        """Logits [K, D] of all depths after a row's new entries, which are appended."""
+        assert self._mask is not None
+        model, eagle, start, n = self.kv.model, self.kv.network, self.kv.length(row), len(tokens)
+        token, stands = self._mask
+        masks = min(self.most_levels or 1, self.max_length - start - n + 1) - 1
+        features = [eagle.fuse(states), *[eagle.fuse(stands.reshape(1, *states.shape[1:]))] * masks]
+        at, fresh = np.arange(start, start + n + masks, dtype=np.int32), eagle.take(row)
+        wanted = np.arange(n - 1, n + masks, dtype=np.int32)
+        try:
+            with refusals():
+                result = model.forward(
+                    np.concatenate([tokens, np.full(masks, token)]).astype(np.int32),
+                    np.full(n + masks, eagle.row(row), np.int32), at, np.arange(-1, n + masks - 1, dtype=np.int32),
+                    np.array([0, n + masks], np.int32), wanted, (), self._last + 1, None, np.concatenate(features),
+                )  # fmt: skip
+        except BaseException:
+            if fresh:
+                eagle.drop(row)
+            raise
+        self.kv.truncate(row, start + n)
+        logits: F32 = result.logits(wanted)
+        return logits
+
 
 class NativeMtp(NativeEagle):
     """A layer of the target's own files that drafts (multi-token prediction, arXiv 2412.19437), with the target's head.
@@ -341,7 +377,7 @@ class NativeMtp(NativeEagle):
         with fitting():
             kv_dtype = "float32" if target.info.dtype == "float32" else "bfloat16"
             model = _native.Model(weights, target.runtime, target.isa, kv_dtype, -1, False)
-            eagle = _native.Eagle(model, None, [norm], self.ids, True)
+            eagle = _native.Eagle(model, None, [norm], self.ids, True, None)
         self.kv, self.max_length = NativeKV(model, eagle), target.info.max_length
         self.weight_bytes = eagle.bytes
         self._last, self._norm_output = 0, True
@@ -367,16 +403,19 @@ class NativeParallel(BlockNetwork):
                 if layer["window"]:
                     layer |= {"causal": config.causal, "anchored": config.anchored}
             model = packing.model(shape, layers, "float32" if to == "f32" else "bfloat16", None)
-            markov = confidence = None
+            markov = mix = confidence = None
             if config.markov_rank:
                 after = packing.matrix(packing.tensors["markov_head.markov_w2.weight"])
                 markov = packing.looked_up("markov_head.markov_w1.weight"), after
+            if config.markov != "vanilla":
+                name = mix_of(config)
+                mix = packing.matrix(packing.tensors[f"{name}.weight"]), packing.vector(f"{name}.bias")
             if config.confidence:
                 weight, bias = (packing.vector(f"confidence_head.proj.{name}") for name in ("weight", "bias"))
                 confidence = weight.reshape(-1), float(bias[0])
             network = _native.Parallel(
                 model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
-                packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, confidence,
+                packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, mix, confidence,
             )  # fmt: skip
         super().__init__(packing.ids, config)
         self.kv, self._markov = NativeKV(model, network), markov is not None
@@ -384,7 +423,8 @@ class NativeParallel(BlockNetwork):
     def native_rows(
         self, layers: Sequence[int], branch: int, most_levels: int | None, catch_up: int
     ) -> _native.LearnedRows | None:
-        return _native.ParallelRows(self.kv.network, layers, self.max_length)
+        most = self.most_levels if most_levels is None else min(most_levels, self.most_levels)
+        return _native.ParallelRows(self.kv.network, layers, branch, most, self.max_length)
 
     def feed(
         self, rows: Sequence[int], tokens: Sequence[I32], hidden_states: Sequence[Any], positions: Sequence[I32] = ()
@@ -396,20 +436,26 @@ class NativeParallel(BlockNetwork):
     def draft(self, asks: Sequence[Ask]) -> Drafts:
         with refusals():
             drafted = self.kv.network.draft(
-                [(ask.row, ask.pending, ask.position, ask.levels, described(ask.chooser)) for ask in asks]
+                [
+                    (ask.row, ask.pending, ask.position, ask.levels, described(ask.chooser), ask.nodes, ask.branch)
+                    for ask in asks
+                ]
             )
-        chains = [Draft.chain(tokens, np.cumprod(np.clip(chances, 0, 1)).tolist()) for tokens, chances in drafted]
-        return Drafts.of(chains)
+        trees = [Draft(tokens, parents, chances, [0] * len(tokens)) for tokens, parents, chances in drafted]
+        return Drafts.of(trees)
 
-    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> F32:
+    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[F32, F32]:
         slots = self.most_levels
         asks = [(*each, slots, None) for each in zip(rows, anchors, positions, strict=True)]
         with refusals():
-            logits: F32 = self.kv.network.states(asks)[1]
-        return logits.reshape(len(rows), slots, -1)
+            states, logits = self.kv.network.states(asks)
+        return states.reshape(len(rows), slots, -1), logits.reshape(len(rows), slots, -1)
 
-    def bias(self, tokens: Sequence[int]) -> F32 | float:
-        return self.kv.network.bias(np.array(tokens, np.int32))[1] if self._markov else 0.0
+    def bias(self, tokens: Sequence[int], states: F32, left: F32) -> tuple[F32 | float, F32]:
+        if not self._markov:
+            return 0.0, left
+        _, bias, leaves = self.kv.network.bias(np.array(tokens, np.int32), _states(states), _states(left))
+        return bias, leaves
 
 
 class NativeMedusa(HeadsNetwork):

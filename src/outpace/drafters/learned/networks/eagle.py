@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +28,16 @@ from outpace.drafters.learned.drafter import Ask, Network, Predicted
 from outpace.drafters.learned.layouts import Decoder, EagleConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Mlp, Norm, Rope
-from outpace.drafters.learned.picks import RIVALS
-from outpace.errors import DrafterError, NotFiniteError, OutpaceError, ParameterError
-from outpace.exact.drafts import Draft, Drafts
-from outpace.exact.noise import Noise
-from outpace.exact.sampling import Chooser
+from outpace.drafters.learned.networks.trees import SAMPLES, Bucket, Trees, choices, drafts_of, noise_of
+from outpace.errors import DrafterError, OutpaceError, ParameterError
+from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
-from outpace.models.torch.choose import Asked, kept, likeliest, rough_gumbel
+from outpace.models.torch.choose import Asked
 from outpace.models.torch.graphs import TOKENS, Captures, padded
 from outpace.models.torch.upload import Upload, uploaded
-from outpace.params import SamplingParams
 
 log = logging.getLogger(__name__)
 CLOSE = 0.05  # chances of nodes, as a graph has them and as they are
-
-
-_SAMPLES = Chooser(SamplingParams(temperature=1.0), Noise(0), 0)
 
 
 class EagleLayer(nn.Module):
@@ -121,18 +115,6 @@ class EagleNetwork(nn.Module):
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 
-class Bucket(NamedTuple):
-    """A draft's shape. Its batch is filled up with its first row and its first entry, once more."""
-
-    rows: int
-    entries: int
-    slots: int  # positions that are read of each row
-    levels: int
-    branch: int
-    nodes: int
-    noise: int  # 0: every row is greedy; 1: some sample; 2: with filters
-
-
 class TorchEagle(Network):
     """EAGLE-3. ``limit``: hard bound in bytes on the KV. ``graphs``: draft in fixed shapes, which a card
     replays as CUDA graphs (None: on a card). The checkpoint fits the target."""
@@ -163,7 +145,7 @@ class TorchEagle(Network):
         """Draft as a graph and without one. Raises DrafterError where the two differ."""
         size = (3, len(config.hidden_layers), config.decoder.hidden)
         states = torch.linspace(-1, 1, int(np.prod(size)), device=self._device).view(size)
-        ask = Ask(-1, self.ids[np.arange(3) % len(self.ids)], states, 8, 3, 2, _SAMPLES)
+        ask = Ask(-1, self.ids[np.arange(3) % len(self.ids)], states, 8, 3, 2, SAMPLES)
         captures, chances = self.captures, list[Any]()
         for self.captures in (captures, captures, None):
             chances.append(self.draft([ask]).confidence)
@@ -210,22 +192,20 @@ class TorchEagle(Network):
                 if fits and self.captures is not None:
                     found = self.captures(bucket, self.kv.place, inputs, partial(self._drawn, bucket))
                 found = self._drawn(bucket, *inputs) if found is None else found
-                return _drafts(asks, found.cpu().numpy(), bucket.rows)
+                return drafts_of(asks, found.cpu().numpy(), bucket.rows)
             except BaseException:
                 self._cut(rows, starts)
                 raise
 
     def _bucket(self, asks: Sequence[Ask], counts: Sequence[int], fixed: bool) -> Bucket:
         """The shape of the asks' draft; ``fixed``: one of few."""
-        sampled = [a.chooser.params for a in asks if a.chooser is not None and not a.chooser.params.greedy]
-        noise = 2 if any(params.filtered for params in sampled) else 1 if sampled else 0
         rows, entries, nodes = len(asks), sum(counts), max(ask.nodes for ask in asks)
         slots = max(self.kv.length(ask.row) for ask in asks)
         if fixed:
             rows, entries, nodes = (1 << (n - 1).bit_length() for n in (rows, entries, nodes))
             slots = min(padded(slots, rows), self.kv.longest)
         levels = max(min(ask.levels, ask.nodes) for ask in asks)
-        return Bucket(rows, entries, slots, levels, max(ask.branch for ask in asks), nodes, noise)
+        return Bucket(rows, entries, slots, levels, max(ask.branch for ask in asks), nodes, noise_of(asks))
 
     def _entries(
         self, asks: Sequence[Ask], starts: Sequence[int], counts: Sequence[int], n: int
@@ -238,13 +218,11 @@ class TorchEagle(Network):
         """int64 [5 + fields, n]: where each row's last new entry stands, the row's slot, length and levels, whether it
         samples, and by which noise (``Asked``)."""
         rows = [ask.row for ask in asks]
-        choosers = [a.chooser if a.chooser and not a.chooser.params.greedy else None for a in asks]
         own = [
             np.cumsum(counts) - 1, self.kv.slots(rows), [self.kv.length(row) for row in rows],
-            [min(ask.levels, ask.nodes) for ask in asks], [chooser is not None for chooser in choosers],
+            [min(ask.levels, ask.nodes) for ask in asks],
         ]  # fmt: skip
-        asked = Asked.packed([chooser or _SAMPLES for chooser in choosers], np.zeros(len(asks), np.int64))
-        return _filled(np.concatenate([np.array(own, np.int64), asked]), n)
+        return _filled(np.concatenate([np.array(own, np.int64), choices(asks)]), n)
 
     def _fused(self, hidden_states: Any) -> Tensor:
         return self._network.fuse(self._shared.tensor(hidden_states))
@@ -348,77 +326,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-class Trees:
-    """Trees (or chains) of a bucket's rows, grown where the logits are. ``ids`` int64 [D]: the target's ids of the
-    draft vocabulary, ascending; ``depths`` int64 [B], ``samples`` bool [B], ``asked`` of B choices. What a row has no
-    room for has a gain of -inf, and is expanded for nothing."""
-
-    def __init__(self, bucket: Bucket, ids: Tensor, depths: Tensor, samples: Tensor, asked: Asked) -> None:
-        self._bucket, self._ids = bucket, ids
-        self._depths, self._samples, self._asked = depths, samples[:, None, None], asked
-        self._frontier = ids.new_full((bucket.rows, 1), -1)  # indices among all nodes
-        self._gains = torch.zeros((bucket.rows, 1), dtype=torch.float64, device=ids.device)  # logarithms, of its nodes
-        self._finite = torch.ones((), dtype=torch.bool, device=ids.device)
-        self._grown: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and gains [B, n] of each level
-
-    def add(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Children of the frontier's nodes, of logits float32 [B, m, D]; then the likeliest of these are the frontier:
-        their tokens [B, m'], and where in the frontier before each one's parent stands."""
-        m, branch, noise = logits.shape[1], self._bucket.branch, self._bucket.noise
-        self._finite = self._finite & torch.isfinite(logits.amax())
-        index = likeliest(logits, branch)
-        gains = (logits.gather(-1, index) - logits.logsumexp(-1, keepdim=True)).double()
-        if noise:
-            asked = Asked(*(each.repeat_interleave(m, 0) for each in self._asked))
-            asked = asked._replace(index=asked.index + level)
-            others, chances = noisy(logits.flatten(0, 1), asked, self._ids, branch, noise == 2)
-            index = torch.where(self._samples, others.view(index.shape), index)
-            gains = torch.where(self._samples, chances.view(index.shape), gains)
-        gains = self._gains[..., None] + gains.clamp(max=0.0)
-        gains = gains.masked_fill((level >= self._depths)[:, None, None], -torch.inf).flatten(1)
-        tokens = self._ids[index].flatten(1)
-        begin = sum(each.shape[1] for each, _, _ in self._grown)
-        self._grown.append((tokens, self._frontier.repeat_interleave(index.shape[-1], 1), gains))
-        best = gains.sort(dim=-1, descending=True, stable=True).indices[:, :branch]
-        self._frontier, self._gains = begin + best, gains.gather(-1, best)
-        return tokens.gather(-1, best), best // index.shape[-1]
-
-    def ranked(self) -> Tensor:
-        """float64 [3 * B * n + 1]: the likeliest ``nodes`` of all of each row, parents before their children, as
-        tokens, parents and gains; then whether all logits were finite."""
-        tokens, parents, gains = (torch.cat(each, 1) for each in zip(*self._grown, strict=True))
-        order = gains.sort(dim=-1, descending=True, stable=True).indices[:, : self._bucket.nodes]
-        place = torch.full_like(parents, -1).scatter(
-            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-        )
-        above = parents.gather(-1, order)
-        above = torch.where(above < 0, above, place.gather(-1, above.clamp(min=0)))
-        every = torch.stack([tokens.gather(-1, order).double(), above.double(), gains.gather(-1, order)])
-        return torch.cat([every.flatten(), self._finite[None].double()])
-
-
-def _drafts(asks: Sequence[Ask], ranked: npt.NDArray[np.float64], rows: int) -> Drafts:
-    """Of ``Trees.ranked``. Raises NotFiniteError."""
-    if not ranked[-1]:
-        raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-    found = []
-    for ask, (token, parent, gain) in zip(asks, ranked[:-1].reshape(3, rows, -1).swapaxes(0, 1), strict=False):
-        n = min(ask.nodes, int((gain > -np.inf).sum()))
-        nodes = token[:n].astype(int).tolist(), parent[:n].astype(int).tolist(), np.exp(gain[:n]).tolist()
-        found.append(Draft(*nodes, [0] * n))
-    return Drafts.of(found, ())
-
-
 def _filled(values: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
     """[k, n] of values [k, m], the first of which fills up the rest."""
     return np.concatenate([values, np.repeat(values[:, :1], n - values.shape[1], 1)], 1)
-
-
-def noisy(logits: Tensor, asked: Asked, ids: Tensor, k: int, filtered: bool) -> tuple[Tensor, Tensor]:
-    """Indices int64 [n, k] of logits float32 [n, D] and their gains: see ``picks.chosen``."""
-    index, scaled = kept(logits, asked, filtered)
-    scores = scaled + rough_gumbel(ids[index], asked)
-    best, at = scores.topk(min(max(k, RIVALS), scores.shape[-1]), -1)
-    gains = best - best[:, :1]
-    gains = gains - gains.logsumexp(-1, keepdim=True)
-    return index.expand_as(scores).gather(-1, at[:, :k]), gains[:, :k]

@@ -22,15 +22,13 @@ from outpace.drafters.learned.drafter import Ask
 from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
+from outpace.drafters.learned.networks.trees import grown
 from outpace.drafters.learned.parallel import BlockNetwork
-from outpace.drafters.learned.picks import chosen
-from outpace.errors import NotFiniteError
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 from outpace.models.torch.upload import uploaded
 
 Context = list[tuple[Tensor, Tensor]]  # of each layer: keys and values [n, kv_heads, head_dim] of n positions
-Pick = Callable[[Tensor, int], Tensor]
 
 
 def attend(
@@ -66,12 +64,31 @@ def attend(
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits: ``markov_w2(markov_w1(token))``."""
+    """What the token before adds to the logits: ``markov_w2`` of ``markov_w1(token)``, behind a gate that the slot's
+    state opens, or of that and what the slots before have left (``ParallelConfig.markov``)."""
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
+        rank, hidden = config.markov_rank, config.decoder.hidden
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(config.vocab, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab, bias=False)
+        if config.markov == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif config.markov == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, before: Tensor, normed: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added [..., D] behind tokens whose embeddings are ``before`` [..., rank], to slots of normed states
+        [..., h]; and what these leave [..., rank], where those before have left ``left``."""
+        reads = before
+        if hasattr(self, "gate_proj"):
+            reads = torch.sigmoid(self.gate_proj(torch.cat((normed, before), -1))) * before
+        elif hasattr(self, "joint_proj"):
+            gate, candidate, out = self.joint_proj(torch.cat((left, before, normed), -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            left, reads = gate * left + (1 - gate) * torch.tanh(candidate), torch.tanh(out)
+        return self.markov_w2(reads), left
 
 
 class ConfidenceHead(nn.Module):
@@ -173,50 +190,39 @@ class ParallelNetwork(nn.Module):
         return found.squeeze(-1)
 
     @torch.no_grad()
-    def decide(
-        self, anchor: Tensor, normed: Tensor, logits: Tensor, ids: Tensor, pick: Pick | None = None
-    ) -> BlockDraft:
-        """From normed states [B, K, h] to tokens, slot by slot.
+    def decide(self, anchor: Tensor, normed: Tensor, logits: Tensor, ids: Tensor) -> BlockDraft:
+        """From normed states [B, K, h] to chains of the likeliest tokens, the lowest id on ties, slot by slot.
 
         ``anchor`` int64 [B]; ``logits`` [B, K, D]: the head's, of ``ids`` int64 [D], the target's ids of the draft
-        vocabulary, ascending. ``pick(logits [B, D], slot)`` gives indices int64 [B] into it (None: the likeliest, the
-        lowest id on ties). Without a confidence head the drafter's own probability stands for it.
+        vocabulary, ascending. Without a confidence head the drafter's own probability stands for it.
         """
         token, tokens, sure = anchor, [], []
-        biased = logits if self.markov_head is None else logits.clone()
+        biased, left = logits if self.markov_head is None else logits.clone(), self.nothing(anchor)
         for slot in range(self.slots):
-            before, found = self.before(token), biased[:, slot]
-            if before is not None and self.markov_head is not None:
-                found += self.markov_head.markov_w2(before)
-            index = found.argmax(-1) if pick is None else pick(found, slot)
-            chance = self.confidence(normed[:, slot], before)
+            bias, chance, left = self.after(token, normed[:, slot], left)
+            found = biased[:, slot]
+            if bias is not None:
+                found += bias
+            index = found.argmax(-1)
             if chance is None:
-                sure.append(found.softmax(-1).gather(-1, index[:, None])[:, 0])
-            else:
-                sure.append(chance.sigmoid())
+                chance = found.softmax(-1).gather(-1, index[:, None])[:, 0]
+            sure.append(chance)
             token = ids[index]
             tokens.append(token)
         return BlockDraft(torch.stack(tokens, 1), torch.stack(sure, 1), biased)
 
-    @torch.no_grad()
-    def draft(
-        self,
-        anchor: Tensor,
-        position: Tensor,
-        contexts: Sequence[Context],
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        ids: Tensor,
-        pick: Pick | None = None,
-    ) -> BlockDraft:
-        """A block for each of B rows, which sees all of its row's context: what serving calls.
+    def nothing(self, anchor: Tensor) -> Tensor:
+        """What no slot has left behind anchors [B]: [B, rank]."""
+        return self.fc.weight.new_zeros(*anchor.shape, self.config.markov_rank)
 
-        ``anchor``, ``position`` int64 [B]: the pending tokens and where they stand. ``embed``: tokens int64 [n] to what
-        enters the target's first layer [n, h]; ``head``: normed states [n, h] to logits [n, D] of ``ids``.
-        """
-        normed, logits = self.logits(anchor, position, contexts, embed, head)
-        draft: BlockDraft = self.decide(anchor, normed, logits, ids, pick)
-        return draft
+    def after(self, token: Tensor, normed: Tensor, left: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Of slots of normed states [..., h] behind tokens int64 [...]: what their logits get [..., D], how likely they
+        are to be accepted [...], and what they leave; None without the head that says so."""
+        before, bias = self.before(token), None
+        if before is not None and self.markov_head is not None:
+            bias, left = self.markov_head(before, normed, left)
+        chance = self.confidence(normed, before)
+        return bias, None if chance is None else chance.sigmoid(), left
 
     @torch.no_grad()
     def logits(
@@ -236,7 +242,7 @@ class ParallelNetwork(nn.Module):
 
 
 class TorchParallel(BlockNetwork):
-    """Blocks. Logits come to the host, slot by slot, where noise or rules decide."""
+    """Blocks. Logits come to the host, slot by slot, where rules decide."""
 
     kv: Slab
 
@@ -266,30 +272,25 @@ class TorchParallel(BlockNetwork):
             layers = self._network.context(states, position)
             self.kv.write(slots, at, torch.stack([each for pair in layers for each in pair], 1))
 
+    @torch.no_grad()
     def draft(self, asks: Sequence[Ask]) -> Drafts:
-        most = max(ask.levels for ask in asks)
-        sampled: dict[tuple[int, int], float] = {}  # by row and slot: the chance of what noise has chosen
+        network = self._network
+        where = zip(*((ask.row, ask.pending, ask.position) for ask in asks), strict=True)
+        anchor, *blocks = self._blocks(*where)
+        normed, base = network.logits(anchor, *blocks)
+        left = network.nothing(anchor)[:, None]
 
-        def pick(logits: Tensor, slot: int) -> Tensor:
-            best = logits.argmax(-1)
-            for b, ask in enumerate(asks):
-                if slot < ask.levels and ask.chooser is not None and not ask.chooser.params.greedy:
-                    own = logits[b].float().cpu().numpy()
-                    (best[b],), (gain,) = chosen(own, self.ids, ask.chooser, slot, 1)
-                    sampled[b, slot] = float(np.exp(gain))
-            return best
+        def logits(level: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor | None]:
+            nonlocal left
+            tokens = tokens if level else anchor[:, None]
+            if level:
+                left = left.gather(1, parents[..., None].expand(-1, -1, left.shape[-1]))
+            states = normed[:, level, None].expand(-1, tokens.shape[1], -1)
+            bias, chance, left = network.after(tokens, states, left)
+            slot = base[:, level, None]
+            return slot if bias is None else slot + bias, chance
 
-        with torch.no_grad():
-            blocks = self._blocks(*zip(*((ask.row, ask.pending, ask.position) for ask in asks), strict=True))
-            drafted = self._network.draft(*blocks, self._device_ids, pick)
-        chances = drafted.confidence[:, :most].float().cpu().numpy()
-        for at, chance in sampled.items():
-            chances[at] = chance
-        if not np.isfinite(chances).all():
-            raise NotFiniteError("the drafter's network produced NaN or infinite logits: check its weights")
-        tokens = drafted.tokens[:, :most].to(torch.int32).cpu().numpy()
-        confidence = np.cumprod(np.clip(chances, 0, 1), 1, dtype=np.float32)
-        return Drafts(tokens, np.array([ask.levels for ask in asks], np.int32), confidence=confidence)
+        return grown(asks, self._device_ids, logits)
 
     def _blocks(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[Any, ...]:
         """What ``ParallelNetwork.logits`` takes."""
@@ -297,15 +298,13 @@ class TorchParallel(BlockNetwork):
         contexts = [[(each[:, 0], each[:, 1]) for each in row] for row in layers]
         return *uploaded(self._shared.device, anchors, positions), contexts, self._shared.embed, self._shared.logits
 
-    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> F32:
-        with torch.no_grad():
-            found: F32 = self._network.logits(*self._blocks(rows, anchors, positions))[1].float().cpu().numpy()
-            return found
+    @torch.no_grad()
+    def block(self, rows: Sequence[int], anchors: Sequence[int], positions: Sequence[int]) -> tuple[F32, F32]:
+        states, logits = self._network.logits(*self._blocks(rows, anchors, positions))
+        return states.float().cpu().numpy(), logits.float().cpu().numpy()
 
-    def bias(self, tokens: Sequence[int]) -> F32 | float:
-        with torch.no_grad():
-            before = self._network.before(torch.tensor(tokens, device=self._shared.device))
-            if before is None or self._network.markov_head is None:
-                return 0.0
-            found: F32 = self._network.markov_head.markov_w2(before).float().cpu().numpy()
-            return found
+    @torch.no_grad()
+    def bias(self, tokens: Sequence[int], states: F32, left: F32) -> tuple[F32 | float, F32]:
+        device, tensor = self._shared.device, self._shared.tensor
+        bias, _, leaves = self._network.after(torch.tensor(tokens, device=device), tensor(states), tensor(left))
+        return 0.0 if bias is None else bias.float().cpu().numpy(), leaves.float().cpu().numpy()
