@@ -235,8 +235,8 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     if f"blk.{layers - 1}.{everywhere}.weight" not in gguf.tensors:
         if f"blk.{layers}.nextn.eh_proj.weight" in gguf.tensors:
             raise facts.fail(
-                "it has the layer that drafts alone, as llama.cpp's converter writes it with --mtp: give a file of the "
-                "whole model that has this layer, too, as it writes without that"
+                "it has the layer that drafts alone, as llama.cpp's converter writes it on request: give a file of the "
+                "whole model, which has this layer unless it is left out on request, too"
             )
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if latent is None and facts.whole("attention.value_length", head_dim) != head_dim:
