@@ -57,7 +57,7 @@ def export(
         writer.add_key_length_mla(config.qk_nope_head_dim + width)
         writer.add_value_length_mla(config.v_head_dim)
     elif architecture == "gemma4":
-        _add_gemma4(writer, config)
+        add_gemma4(writer, config)
     elif hasattr(config, "num_key_value_heads"):
         keys = config.num_key_value_heads
         apart = "conv" in kinds or architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
@@ -294,7 +294,7 @@ def _multiplied(state: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     """What layers have that differ, and the divisors of rotations that leave most angles out."""
     windowed = [kind == "sliding_attention" for kind in config.layer_types]
     each = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]

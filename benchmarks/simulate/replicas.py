@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.simulate.steps import Steps
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.intake import EngineOptions
-from outpace.engine.scheduler import PIECE, PrefixCache
+from outpace.engine.prefixes import PIECE, PrefixCache
 from outpace.integrations.ray.routing import beginnings
 
 CHUNK = EngineOptions().prefill_chunk  # prompt tokens a step
@@ -162,7 +162,7 @@ class Replica:
         """Whether it runs now: it waits for a row that is being prefilled and will share more."""
         tokens = np.concatenate([request.prompt, request.answer[: request.delivered]])
         begin = tokens[:-1]
-        kept, shared = self._kept.find(begin)
+        kept, shared, _ = self._kept.find(begin, lambda row, n: n)
         soon = 0
         for row in self._running:
             common = common_prefix(begin, row.tokens[:-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from outpace.models.native.model import NativeModel, load_native
 from outpace.models.options import LoadOptions
 from outpace.params import SamplingParams
 from tests.driving import finished
+from tests.exported import add_gemma4, export
 
 TARGETS = ("gemma4", "gemma4-inputs")  # each full layer's values are its keys; layers that share
 
@@ -64,6 +66,39 @@ def pair(name: str, folder: Path, **more: Any) -> tuple[Any, Any]:
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(c.vocab_size))
     assistant.save_pretrained(folder / "assistant")
     return target, assistant
+
+
+def as_gguf(assistant: Any, path: Path, kind: str = "F32") -> Path:
+    """What llama.cpp's converter writes of it (conversion/gemma.py, Gemma4AssistantModel): no groups of tokens."""
+    text, name = assistant.config.get_text_config(), "gemma4-assistant"
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_rope_freq_base(text.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_sliding_window(text.sliding_window)
+    add_gemma4(writer, text)
+    writer.add_uint32(f"{name}.embedding_length_out", assistant.config.backbone_hidden_size)
+    writer.add_nextn_predict_layers(text.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, text.num_hidden_layers)
+    to = gguf.GGMLQuantizationType[kind]
+    for full, values in assistant.state_dict().items():
+        if full == "lm_head.weight" or "masked_embedding" in full:
+            continue
+        full = f"{full}.weight" if full.endswith("layer_scalar") else full
+        place = f"nextn.{full}" if "_projection" in full else names.get_name(full, try_suffixes=(".weight",))
+        if values.dim() == 2 and values.shape[1] % 32 == 0:
+            writer.add_tensor(place, gguf.quants.quantize(values.numpy(), to), raw_dtype=to)
+        else:
+            writer.add_tensor(place, values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @torch.inference_mode()
@@ -109,16 +144,39 @@ def test_a_chain_is_transformers(name: str, more: dict[str, Any], tmp_path: Path
     network.close()
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_gguf_file_is_the_folder(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    _, assistant = pair(name, tmp_path)
+    model = load_native(tmp_path / "target", threads=2)
+    text = rng.integers(0, 120, 30).astype(np.int32)
+    row = model.kv.alloc()
+    batch = Batch.pack([row], [text[:-1]], [0], [False], hidden_layers=(model.info.layers - 1,))
+    first: Any = model.forward(batch).hidden_states(np.array([28], np.int32)).numpy()
+    found = []
+    for path in (tmp_path / "assistant", as_gguf(assistant, tmp_path / "a.gguf")):
+        network, token, given = NativeAssistant(model, path), text[-1:], first
+        found.append([])
+        for _ in range(4):
+            logits, (given,) = network.extend([row], [token], [given])
+            token = logits.argmax(1).astype(np.int32)
+            found[-1].append(logits)
+    assert np.array_equal(*found)
+
+
 def drafting(target: Path, spec: str) -> tuple[NativeModel, Drafter]:
     model = load_native(target, threads=2)
     return model, build(parse(spec), DraftContext(model, None, LoadOptions(), 8))
 
 
 def test_drafted_answers_are_plain_decodings(tmp_path: Path) -> None:
-    pair("gemma4", tmp_path)
+    _, assistant = pair("gemma4", tmp_path)
+    as_gguf(assistant, tmp_path / "a.gguf", "Q8_0")
     found = []
-    for spec, size in (("none", 0), ("drafter:P", 1), ("drafter:P", "auto"), ("suffix+drafter:P", 6)):
-        model, drafter = drafting(tmp_path / "target", spec.replace("P", str(tmp_path / "assistant")))
+    for spec, size in (
+        ("none", 0), ("drafter:P", 1), ("drafter:P", "auto"), ("suffix+drafter:P", 6), ("drafter:G", 4),
+    ):  # fmt: skip
+        spec = spec.replace("P", str(tmp_path / "assistant")).replace("G", str(tmp_path / "a.gguf"))
+        model, drafter = drafting(tmp_path / "target", spec)
         with Engine(model, drafter=drafter, size=size, max_rows=3, prefill_chunk=17) as engine:
             results = {}
             for again in (False, True):  # then behind prompts that are still there
@@ -134,12 +192,14 @@ def test_drafted_answers_are_plain_decodings(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     pair("gemma4", tmp_path)
-    saved("llama", tmp_path / "llama")
+    other = export(saved("llama", tmp_path / "llama"), "llama", tmp_path / "other.gguf")
     saved("gemma4", tmp_path / "wider", hidden_size=96)
     for target, spec, problem in (
         ("llama", "drafter:P", "the target has no layers of a kind whose keys and values it reads"),
         ("wider", "drafter:P", "hidden states of 64 numbers and 120 tokens, and .* has 96 and 120: use its own"),
         ("target", "drafter:P,branch=2", "the assistant drafts chains: leave branch out"),
+        ("target", "drafter:G", "is not a folder: .*of drafters in GGUF files Gemma 4's assistant alone is read"),
     ):
+        spec = spec.replace("P", str(tmp_path / "assistant")).replace("G", str(other))
         with pytest.raises((DrafterError, ModelError), match=problem):
-            drafting(tmp_path / target, spec.replace("P", str(tmp_path / "assistant")))
+            drafting(tmp_path / target, spec)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.experts.grow import grow
 from outpace.control.cost import measure
 from outpace.models import demo
-from outpace.models.base import Batch
+from outpace.models.base import Batch, Model
 from outpace.models.native.model import NativeModel, load_native
 from tests.truncate import truncated
 
@@ -56,6 +56,31 @@ def test_the_experts_that_a_forward_reads_are_those_that_routers_choose(tmp_path
     assert all(low <= high for low, high in zip(cost.read, cost.read[1:], strict=False))
     assert cost.expert >= 0
     model.close()
+
+
+@pytest.mark.parametrize("name", ["granite_moe", "deepseek_v3"])
+def test_torch_counts_what_is_counted_natively(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    pytest.importorskip("torch")
+    from test_architectures import saved
+
+    from outpace.models.torch.model import TransformersModel
+
+    module, tokens = saved(name, tmp_path), rng.integers(0, 120, 40).astype(np.int32)
+    natively = load_native(tmp_path, dtype="float32", kv_dtype="float32", threads=1)
+    each: list[Model] = [natively, *(TransformersModel(module, name=name, graphs=graphs) for graphs in (False, True))]
+    first, *others = (model.info for model in each)
+    assert all(o.experts == first.experts > o.used_experts == first.used_experts > 0 for o in others)
+    found = []
+    for model in each:
+        rows, read = [model.kv.alloc() for _ in range(2)], []
+        for begin, end in ((0, 17), (17, 18), (18, 21), (21, 32), (32, 40)):
+            both = [tokens[begin:end], tokens[::-1][begin : (begin + end + 1) // 2]]  # rows of other widths, and ends
+            at = [begin, model.kv.length(rows[1])]
+            read.append(model.forward(Batch.pack(rows, both, at, [True, True])).experts)
+        found.append(read)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[2] == found[1]
+    assert len(set(found[0])) > 1
 
 
 def test_a_grown_mixture_says_what_the_dense_model_says(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from outpace.drafters.learned.native import NativeMtp
 from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import DrafterSpec
 from outpace.engine.engine import Engine
-from outpace.errors import DrafterError
+from outpace.errors import DrafterError, ModelError
 from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel, load_native
 from outpace.models.options import LoadOptions
@@ -32,8 +32,11 @@ QWEN = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "post_norm": "mtp.norm",
 }  # fmt: skip
-FOLDERS = ("deepseek_v3", "glm4_moe_lite")  # of whose layers llama.cpp's converter leaves this one out
-FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "glm4_moe": "glm4moe"}
+FOLDERS = ("deepseek_v3",)  # of whose layers llama.cpp's converter leaves this one out
+FAMILIES = {
+    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+}  # fmt: skip
 
 
 def headed(name: str, folder: Path) -> tuple[Any, Any]:
@@ -165,6 +168,13 @@ def test_a_file_that_came_without_it_is_refused_as_such(tmp_path: Path) -> None:
     model = load_native(export(saved("deepseek_v3", tmp_path), "deepseek2", tmp_path / "m.gguf"), threads=1)
     with pytest.raises(DrafterError, match=r"converter leaves out that of DeepSeek V3.*give the model's folder"):
         NativeMtp(model)
+
+
+def test_a_file_of_that_layer_alone_is_refused_as_such(tmp_path: Path) -> None:
+    module, layer = headed("glm4_moe_lite", tmp_path)
+    path = export(module, "deepseek2", tmp_path / "m.gguf", head=layer, leave_out="blk.2.attn_norm.weight")
+    with pytest.raises(ModelError, match=r"the layer that drafts alone.*: give a file of the whole model"):
+        load_native(path, threads=1)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *FOLDERS])

@@ -308,6 +308,20 @@ def test_a_prompt_is_reused_each_time_it_comes(folder: Path, rng: np.random.Gene
     assert reused[0] == 0 < 90 < min(reused[1:])
 
 
+def test_a_row_that_can_be_cut_further_on_is_taken_before_one_that_is_more_alike(
+    net: Path, rng: np.random.Generator
+) -> None:
+    plain = Engine(load_native(net, threads=1), prefix_rows=0)
+    with Engine(load_native(net, threads=1), max_rows=2, prefix_rows=4) as engine:
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        prompt = rng.integers(0, 120, 20).tolist()
+        text = [*prompt, *engine.generate(prompt, long).token_ids]  # whose row can be cut at 20, and near its end
+        engine.generate(text[:100], SamplingParams(max_tokens=1))
+        result = engine.generate(text[:120], SamplingParams(max_tokens=9))
+        assert result.stats.reused_tokens >= 99
+        assert result.token_ids == plain.generate(text[:120], SamplingParams(max_tokens=9)).token_ids
+
+
 def test_what_was_settled_is_not_taken_apart(folder: Path, rng: np.random.Generator) -> None:
     model = load_native(folder, threads=1)
     row = model.kv.alloc()

@@ -15,8 +15,9 @@ from outpace import Engine
 from outpace.common.arrays import common_prefix
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.drafting import Drafting
+from outpace.engine.prefixes import PIECE, PrefixCache
 from outpace.engine.request import Request, StepRecord
-from outpace.engine.scheduler import LEAST, PIECE, Pace, Plan, PrefixCache, Scheduler, shares
+from outpace.engine.scheduler import LEAST, Pace, Plan, Scheduler, shares
 from outpace.engine.sequence import Sequence
 from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
@@ -62,6 +63,11 @@ def prefill(kv: ToyKV, plan: Plan) -> None:
     for chunk in plan.chunks:
         kv.write(chunk.sequence.row, chunk.tokens, np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32))
         chunk.sequence.cached += chunk.count
+
+
+def anywhere(row: int, n: int) -> int:
+    """Where rows of attention alone can be cut."""
+    return n
 
 
 def running(scheduler: Scheduler) -> list[int]:
@@ -232,7 +238,8 @@ def test_the_index_finds_what_a_search_of_all_rows_would(ops: list[tuple[bool, i
             cache.forget(row)
             del rows[row]
         assert cache.fault(set(rows)) is None
-    row, shared = cache.find(text[:n])
+    row, shared, common = cache.find(text[:n], anywhere)
+    assert shared == common
     whole = [common_prefix(text[:n], tokens) // PIECE for tokens in rows.values()]
     assert shared // PIECE == max(whole, default=0)
     assert row < 0 or common_prefix(text[:n], rows[row]) == shared
@@ -284,15 +291,38 @@ def test_kept_prefixes_are_found_within_their_scope() -> None:
     cache = PrefixCache(4)
     tokens = np.arange(40, dtype=np.int32)
     cache.keep(1, tokens, "one")
-    assert cache.find(tokens, "two") == (-1, 0)
-    assert cache.find(tokens) == (-1, 0)
-    assert cache.find(tokens, "one") == (1, 40)
+    assert cache.find(tokens, anywhere, "two") == (-1, 0, 0)
+    assert cache.find(tokens, anywhere) == (-1, 0, 0)
+    assert cache.find(tokens, anywhere, "one") == (1, 40, 40)
     cache.keep(2, tokens, "two")
     assert cache.fault({1, 2}) is None
     cache.forget(1)
     assert cache.fault({1, 2}) is None
-    assert cache.find(tokens, "one") == (-1, 0)
-    assert cache.find(tokens, "two") == (2, 40)
+    assert cache.find(tokens, anywhere, "one") == (-1, 0, 0)
+    assert cache.find(tokens, anywhere, "two") == (2, 40, 40)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.lists(st.integers(0, 70), max_size=3)), max_size=6), st.integers(0, 70)
+)
+def test_the_row_is_found_from_which_most_can_be_had(rows: list[tuple[int, list[int]]], n: int) -> None:
+    """Rows that share so many tokens with a text, and can be cut at some positions alone."""
+    text, cache = np.arange(70, dtype=np.int32), PrefixCache(99)
+    for row, (length, _) in enumerate(rows):
+        cache.keep(row, np.concatenate([text[:length], np.full(5, 100 + row, np.int32)]))
+
+    def reachable(row: int, n: int) -> int:
+        return max([0, *(at for at in rows[row][1] if at <= n)])
+
+    row, shared, common = cache.find(text[:n], reachable)
+    longest = max([0, *(min(n, length) for length, _ in rows)])
+    had = [reachable(i, min(n, length)) for i, (length, _) in enumerate(rows)]
+    assert common // PIECE == longest // PIECE
+    if row < 0:
+        assert (shared, common, longest // PIECE) == (0, 0, 0)
+    else:
+        assert shared == had[row]
+        assert shared == max(had) or shared == common > max(had) - PIECE
 
 
 def test_rows_of_different_scopes_share_nothing() -> None:

@@ -59,11 +59,13 @@ def parse(text: DrafterSource) -> DrafterSpec:
 
 
 def _of_path(path: Path) -> DrafterSpec:
+    from outpace.drafters.learned.assistant_files import is_assistant
     from outpace.drafters.learned.checkpoint import method_of
 
     if not path.exists():
         raise DrafterError(f"{path} does not exist: check the path, or name a method: {', '.join(METHODS)}")
     name = "retrieval" if (path / MANIFEST).is_file() else method_of(path) or "model"
+    name = "drafter" if is_assistant(path) else name
     return DrafterSpec(f"{name}:{path}", name, str(path), {})
 
 

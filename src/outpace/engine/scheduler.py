@@ -7,7 +7,7 @@ the youngest row: it waits again, and its tokens are computed anew later, the ve
 from __future__ import annotations
 
 import bisect
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from outpace.common.arrays import I32, common_prefix
 from outpace.engine.drafting import Drafting
 from outpace.engine.kv_store import KVStore, Reading
+from outpace.engine.prefixes import PIECE, PrefixCache
 from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
@@ -75,95 +76,6 @@ def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> lis
 _READ = 0.05  # seconds of a step in which a row is read from the disk, at most
 _APART = 64  # positions that are worth keeping what recurrent layers or windows need where rows part
 _FAR = 1 << 26  # positions beyond any window
-PIECE = 16  # tokens that are hashed together: a shorter common beginning is not found
-
-
-class PrefixCache:
-    """Finished rows whose KV stays for requests that begin alike, found by hashing pieces of tokens.
-
-    Rows share blocks by reference, so a kept row costs only what no other row has. Least recently used goes first. A
-    row is found within its scope alone (Request.cache_scope). It owns no memory. ``most``: rows that are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._rows: OrderedDict[int, I32] = OrderedDict()  # tokens whose KV is there; least recently used first
-        self._scopes: dict[int, str] = {}  # of the rows
-        self._index: dict[int, int] = {}  # hash of a beginning -> a row that has it
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def rows(self) -> list[int]:
-        """Kept rows, the least recently used first."""
-        return list(self._rows)
-
-    def keep(self, row: int, tokens: I32, scope: str = "") -> None:
-        """``row`` holds KV for ``tokens`` int32 [n] and stays."""
-        self._rows[row] = tokens.copy()
-        self._scopes[row] = scope
-        for key in _keys(tokens, scope):
-            self._index[key] = row
-
-    def find(self, tokens: I32, scope: str = "") -> tuple[int, int]:
-        """The kept row of ``scope`` that begins most like ``tokens`` int32 [n], and how many tokens they share;
-        (-1, 0): none."""
-        found = -1
-        for key in _keys(tokens, scope):
-            row = self._index.get(key, -1)
-            if row < 0:
-                break
-            found = row
-        if found < 0 or self._scopes[found] != scope:  # hashes may collide; scopes and tokens do not
-            return -1, 0
-        shared = common_prefix(tokens, self._rows[found])
-        return (found, shared) if shared >= PIECE else (-1, 0)
-
-    def tokens(self, row: int) -> I32:
-        """What a kept row has KV of, int32 [n]."""
-        return self._rows[row]
-
-    def scope(self, row: int) -> str:
-        """Within which a kept row is found."""
-        return self._scopes[row]
-
-    def used(self, row: int) -> None:
-        """The row has just served."""
-        self._rows.move_to_end(row)
-
-    def forget(self, row: int) -> None:
-        """The row is gone."""
-        tokens, scope = self._rows.pop(row), self._scopes.pop(row)
-        for key in _keys(tokens, scope):
-            if self._index.get(key) == row:
-                del self._index[key]
-        for other, kept in self._rows.items():  # beginnings that another row has too
-            alike = len(kept) >= PIECE and len(tokens) >= PIECE and (kept[:PIECE] == tokens[:PIECE]).all()
-            if alike and self._scopes[other] == scope:
-                for key in _keys(kept, scope):
-                    self._index.setdefault(key, other)
-
-    def fault(self, rows: set[int]) -> str | None:
-        """What is wrong unless every kept row is one of ``rows`` and can be found, and the index names no other."""
-        if len(self._rows) > self.most or not rows >= set(self._rows) == set(self._scopes):
-            return "a kept prefix has no row, or is one too many"
-        if not set(self._index.values()) <= set(self._rows):
-            return "the index of prefixes names a row that is not kept"
-        if not all(
-            key in self._index for row, tokens in self._rows.items() for key in _keys(tokens, self._scopes[row])
-        ):
-            return "a kept prefix cannot be found"
-        return None
-
-
-def _keys(tokens: I32, scope: str) -> list[int]:
-    """Hashes of the first 16, 32, 48, ... tokens, within ``scope``."""
-    data, key, keys = tokens.tobytes(), hash(scope), []
-    for at in range(0, len(tokens) - PIECE + 1, PIECE):
-        key = hash((key, data[4 * at : 4 * (at + PIECE)]))
-        keys.append(key)
-    return keys
 
 
 class Place(NamedTuple):
@@ -622,9 +534,9 @@ class Scheduler:
             if reads_on and common >= (other.length - 1 if self._kv.recurrent else least):
                 soon = max(soon, common)
         if shares and self.prefixes.most:
-            row, shared = self.prefixes.find(begin, scope)
-            alike = max(alike, shared)
-            if shared and (shared := self._kv.reachable(row, shared)) > best[1]:
+            row, shared, common = self.prefixes.find(begin, self._kv.reachable, scope)
+            alike = max(alike, common)
+            if shared > best[1]:
                 best = (row, None), shared
         parts = (self._kv.recurrent or self._kv.windowed) and alike - best[1] >= _APART
         sequence.branch = alike if parts else 0  # who comes next can share so much

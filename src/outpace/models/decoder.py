@@ -233,6 +233,11 @@ def from_gguf(gguf: GGUFFile, verdict: str) -> Decoder:
     layers -= beyond
     everywhere = family.layer["attn_norm" if family.recurrent or latent else "q"][_GGUF]
     if f"blk.{layers - 1}.{everywhere}.weight" not in gguf.tensors:
+        if f"blk.{layers}.nextn.eh_proj.weight" in gguf.tensors:
+            raise facts.fail(
+                "it has the layer that drafts alone, as llama.cpp's converter writes it on request: give a file of the "
+                "whole model, which has this layer unless it is left out on request, too"
+            )
         raise facts.fail(f"it announces {layers} layers, but the last one's tensors are missing")
     if latent is None and facts.whole("attention.value_length", head_dim) != head_dim:
         raise facts.fail("its keys and values differ in width (attention.key_length, attention.value_length)")

@@ -15,15 +15,14 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import F32, I32
+from outpace.drafters.learned import assistant_files
 from outpace.drafters.learned.drafter import Ask, Network, Predicted
 from outpace.drafters.learned.native import fitting, refusals
 from outpace.drafters.learned.picks import chosen, likeliest
 from outpace.errors import DrafterError, NotFiniteError
 from outpace.exact.drafts import Draft, Drafts
-from outpace.models.native.build import build_beside
+from outpace.models.native.build import build_beside, unpacked
 from outpace.models.native.model import NativeModel
-from outpace.models.weights import safetensors
-from outpace.models.weights.facts import Facts, read_config
 
 _native = _fast.native
 
@@ -36,33 +35,26 @@ class NativeAssistant(Network):
 
     latest = True
 
-    def __init__(self, target: NativeModel, folder: Path) -> None:
-        facts = Facts(str(folder / "config.json"), read_config(folder), verdict="is no assistant that can be read")
-        text, info = {**facts.part("text_config").all, "architectures": ["Gemma4ForCausalLM"]}, target.info
-        hidden = facts.whole("backbone_hidden_size", 1536)
-        if (hidden, text.get("vocab_size", 262144)) != (info.hidden_size, info.vocab_size):
+    def __init__(self, target: NativeModel, path: Path) -> None:
+        own, info = assistant_files.read(path), target.info
+        if (own.hidden, own.model.vocab) != (info.hidden_size, info.vocab_size):
             raise DrafterError(
-                f"the assistant is for a target with hidden states of {hidden} numbers and {text.get('vocab_size')} "
+                f"the assistant is for a target with hidden states of {own.hidden} numbers and {own.model.vocab} "
                 f"tokens, and {info.name} has {info.hidden_size} and {info.vocab_size}: use its own"
             )
-        _, stored = safetensors.read_folder(folder)
-        names = ["pre_projection.weight", "post_projection.weight"]
-        self._centroids: tuple[F32, I32, int] | None = None
-        if facts.flag("use_ordered_embeddings", False):
-            names.append("masked_embedding.centroids.weight")
-        if missing := [name for name in names if name not in stored]:
-            raise DrafterError(f"{folder} has no tensor {missing[0]!r}: get all of its files")
-        self._pre, self._post, *centroids = (safetensors.plain(stored[name], name) for name in names)
-        if centroids:
-            order = safetensors.whole(stored["masked_embedding.token_ordering"], "masked_embedding.token_ordering")
-            groups = order.astype(np.int32).reshape(len(centroids[0]), -1)
-            self._centroids = centroids[0], groups, facts.whole("centroid_intermediate_top_k", 32, len(groups))
         with fitting():
-            weights = build_beside(folder, text, target.stored, info.max_length, target.threads)
+            wide, narrow = own.hidden, own.model.hidden
+            self._pre = unpacked(own.before, (narrow, 2 * wide), "what reads the target's hidden states")
+            self._post = unpacked(own.after, (wide, narrow), "what stands in for them")
+            self._centroids: tuple[F32, I32, int] | None = None
+            if own.centroids is not None:
+                vectors, groups, most = own.centroids
+                self._centroids = unpacked(vectors, (len(groups), narrow), "the groups' centroids"), groups, most
+            weights = build_beside(own.model, own.weights, target.stored, info.max_length, target.threads)
             self._model: _native.Model | None = _native.Model(
                 weights, target.runtime, target.isa, "bfloat16", -1, beside=target.native
             )
-        self._target, self._layers = target, len(text.get("layer_types") or ()) or int(text["num_hidden_layers"])
+        self._target, self._layers = target, own.model.layers
         self.ids = np.arange(info.vocab_size, dtype=np.int32)
 
     def draft(self, asks: Sequence[Ask]) -> Drafts:

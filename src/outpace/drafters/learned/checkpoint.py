@@ -64,7 +64,8 @@ def read(path: StrPath) -> Checkpoint:
     """The checkpoint in a folder. Raises ModelError that names the file, the problem and the remedy."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder: give a drafter's, with config.json and {WEIGHTS}")
+        alone = " (of drafters in GGUF files Gemma 4's assistant alone is read)" if folder.is_file() else ""
+        raise ModelError(f"{folder} is not a folder: give a drafter's, with config.json and {WEIGHTS}{alone}")
     config = read_config(folder)
     facts = Facts(str(folder / "config.json"), config, verdict="is no drafter that can be read")
     files, stored = safetensors.read_folder(folder)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import expanded
 from outpace.drafters.learned import shipped
+from outpace.drafters.learned.assistant_files import is_assistant
 from outpace.drafters.learned.checkpoint import Checkpoint, beyond, fit, read, stranger
 from outpace.drafters.learned.drafter import LearnedDrafter, Network
 from outpace.drafters.learned.layouts import EagleConfig, MedusaConfig
@@ -17,7 +18,6 @@ from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError
 from outpace.models.fingerprint import fingerprint_of
-from outpace.models.weights.facts import read_config
 from outpace.models.weights.hub import from_hub
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BRANCH, MOST_LEVELS = 16, 63
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 # Names under which others publish our methods.
 METHODS_OF = {"peagle": "eagle", "dflash": "parallel", "dspark": "parallel"}
 _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the target is native
@@ -40,7 +39,8 @@ _NETWORKS: Mapping[str, Mapping[bool, str]] = {  # by method, then whether the t
 
 def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     """``eagle:PATH`` (or the drafter that comes with Outpace), ``parallel:PATH``, ``medusa:PATH``, the names in
-    ``METHODS_OF``; ``drafter:PATH``, whose method its config.json tells. PATH: a folder, or a repository of a hub.
+    ``METHODS_OF``; ``drafter:PATH``, whose method its config.json tells. PATH: a folder, or a repository of a hub; of
+    Gemma 4's assistant a GGUF file, too.
 
     Raises ModelError for what cannot be read, DrafterError for what does not fit ``context.target`` or is out of range.
     """
@@ -58,11 +58,6 @@ def build(spec: DrafterSpec, context: DraftContext) -> LearnedDrafter:
     made = LearnedDrafter(network, layers, name, vocab, **options)
     made.notes = notes
     return made
-
-
-def is_assistant(folder: Path) -> bool:
-    """Whether a folder's config.json is of Gemma 4's assistant. Raises ModelError for one that cannot be read."""
-    return (folder / "config.json").is_file() and read_config(folder).get("model_type") in ASSISTANTS
 
 
 def _assistant(name: str, folder: Path, target: Model, options: dict[str, int]) -> LearnedDrafter:

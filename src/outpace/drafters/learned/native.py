@@ -367,8 +367,8 @@ class NativeMtp(NativeEagle):
         if target.head is None and target.lost:
             raise DrafterError(
                 f"mtp: {target.info.name} came without its layer that drafts: llama.cpp's converter leaves out that of "
-                "DeepSeek V3, old ones leave out others, too: give the model's folder, or a file with nextn tensors, "
-                "or use suffix"
+                "DeepSeek V3, and others' where it is asked to or does not know them yet: give the model's folder, or "
+                "a file with nextn tensors, or use suffix"
             )
         if target.head is None:
             raise DrafterError(f"mtp: the files of {target.info.name} have no layer that drafts: use suffix, or auto")

@@ -186,18 +186,18 @@ def build_head(
 
 
 def build_beside(
-    folder: Path, text: Mapping[str, Any], stored: Mapping[bool, int], longest: int, threads: int
+    alone: Decoder, weights: Weights, stored: Mapping[bool, int], longest: int, threads: int
 ) -> _native.Weights:
-    """Of a folder with a decoder of Gemma 4's kind (``text``: its description) without keys and values: its layers read
-    those of another model's layers ``stored``, of one that sees a window and of one that sees all. Errors: as above."""
-    alone = decoders.from_config(folder, {**text, "num_kv_shared_layers": 0}, "cannot draft")
+    """Of a decoder of Gemma 4's kind without keys and values: its layers read those of another model's layers
+    ``stored``, of one that sees a window and of one that sees all. Raises ModelError, ValueError as above."""
     if any(bool(window) not in stored for window in alone.windows):
-        raise ModelError(f"{folder} cannot draft: the target has no layers of a kind whose keys and values it reads")
+        problem = "the target has no layers of a kind whose keys and values it reads"
+        raise ModelError(f"{weights.name} cannot draft: {problem}")
     shapes = [
         replace(shape, shares=stored[bool(window)]) for shape, window in zip(alone.by_layer, alone.windows, strict=True)
     ]
     model = replace(alone, by_layer=tuple(shapes))
-    weights = tensors.of_folder(folder, model)
+    weights = weights.read_as(model)
     parts = _Parts(model, weights, "keep", Packer(threads))
     # A token reads its window's positions before its own, which has no keys yet, and one more (transformers' masks).
     layers = [parts.layer(i) | ({"window": window + 1} if window else {}) for i, window in enumerate(model.windows)]
@@ -205,6 +205,14 @@ def build_beside(
     norm = weights.vector(None, "final_norm")
     assert norm is not None
     return _native.Weights({**parts.config(longest), "beside": True}, layers, embedding, embedding, norm, parts.ropes)
+
+
+def unpacked(stored: StoredTensor, shape: tuple[int, int], what: str) -> F32:
+    """A matrix's values, of any type that is read here. Raises ModelError, ValueError as above."""
+    if stored.shape != shape or stored.type not in _TYPE_IDS:
+        found = f"{list(stored.shape)} in {stored.type}"
+        raise ModelError(f"{what} is {found}, but must be {list(shape)} in a type that is read: get the file again")
+    return Packer(1)(what, Source(stored, _TYPE_IDS[stored.type], *shape, 0, "keep")).unpack()
 
 
 class _Parts:

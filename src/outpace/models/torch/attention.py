@@ -49,7 +49,8 @@ class Group:
 @dataclass(slots=True)
 class Plan:
     """Who attends to what in a forward of packed ``tokens`` int64 [N] at ``positions`` int64 [N], written to ``write``
-    int64 [N]. ``wanted`` int64 [M]: tokens whose logits are needed; None: all."""
+    int64 [N]. ``wanted`` int64 [M]: tokens whose logits are needed; None: all. ``real`` bool [N]: those that do not pad
+    others; None: all. The forward sets ``experts``: how many it read, on average, where it counts them."""
 
     kv: TorchKV
     tokens: torch.Tensor
@@ -57,6 +58,8 @@ class Plan:
     write: torch.Tensor
     wanted: torch.Tensor | None
     groups: list[Group]
+    real: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
 def counts(batch: Batch) -> dict[int, int]:

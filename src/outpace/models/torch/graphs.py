@@ -214,9 +214,9 @@ class Graphs:
 
     def __call__(
         self, batch: Batch, layers: int, kept: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor], I64] | None:
-        """As ``OwnDecoder.__call__``, of all tokens of a bucket, and the packed tokens' places among them; None: the
-        batch fits none. What is returned is overwritten by the next forward."""
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, I64] | None:
+        """As ``run``, of all tokens of a bucket, and the packed tokens' places among them; None: the batch fits none.
+        What is returned is overwritten by the next forward."""
         rows = row_plans(batch, self._kv)
         bucket = fitting(rows, layers, kept)
         found = None if bucket is None else self._computed(batch, rows, bucket)
@@ -260,11 +260,14 @@ class Graphs:
 
     def run(
         self, bucket: Bucket, indices: Tensor, hidden: Tensor, features: Tensor | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The bucket's forward: no value comes to the host, no shape depends on one."""
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """The bucket's forward, as ``OwnDecoder.__call__``, and the experts that it read: no value comes to the host,
+        no shape depends on one."""
         n, rest = bucket.rows * bucket.width, bucket.rows * bucket.slots
         tokens, positions, write, slots, bounds = indices.split([n, n, n, rest, 2 * bucket.rows * len(self._windows)])
         each = zip(self._windows, hidden, bounds.split(2 * bucket.rows), strict=True)
         seen = {w: Seen(slots, hides, 0, self.strict, ends) for w, hides, ends in each}
-        plan = Plan(self._kv, tokens, positions, write, None, [Group(bucket.rows, tokens, tokens, seen)])
-        return self._forward(plan, bucket.layers, features, bucket.kept)
+        spare, block = self._kv.spare, self._kv.block
+        real = (write < spare) | (write >= spare + block)
+        plan = Plan(self._kv, tokens, positions, write, None, [Group(bucket.rows, tokens, tokens, seen)], real)
+        return *self._forward(plan, bucket.layers, features, bucket.kept), plan.experts

@@ -21,6 +21,7 @@ from outpace.models.torch.anatomy import attending, dissect, max_length
 from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
+from outpace.models.torch.experts import Mixtures
 from outpace.models.torch.graphs import Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.mixers import in_attentions_place, mixers, mixing, state_shape
@@ -244,7 +245,9 @@ class TransformersModel(Model):
                     f"its weights lie {where}: load it on one device, or run `outpace export vllm` for several cards"
                 )
             with _plainly(self._device):
-                reference = Reference.of(module, config.vocab_size, self._device)
+                self._mixtures = Mixtures(module)
+                with self._mixtures.counting():
+                    reference = Reference.of(module, config.vocab_size, self._device)
                 others = in_attentions_place(module, self._mixers)
                 anatomy = dissect(module, self._configs, claimed, reference.tokens[:1], others)
         except ModelError as error:
@@ -268,6 +271,9 @@ class TransformersModel(Model):
             device=str(self._device),
             weight_bytes=sum(weights.values()),
             kv_bytes_per_position=self.kv.bytes_per_position,
+            experts=self._mixtures.count,
+            used_experts=self._mixtures.used,
+            expert_bytes=self._mixtures.bytes,
         )
         self._own = self._described(module, reference, warn)
         if self._own is None:
@@ -391,9 +397,9 @@ class TransformersModel(Model):
                     return TorchOutput(batch, found, [states[layer] for layer in batch.hidden_layers])
                 fit = None if graphs is None or features is not None else graphs(batch, layers, batch.hidden_layers)
                 if fit is not None:
-                    logits, hidden_states, where = fit
+                    logits, hidden_states, experts, where = fit
                     kept = [hidden_states[i] for i in batch.hidden_layers]
-                    return TorchOutput(batch, logits, kept, where, self._rounding)
+                    return TorchOutput(batch, logits, kept, where, self._rounding, experts)
                 planned = plan(batch, kv, self._windows, self._device)
                 if own is None:
                     logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
@@ -404,7 +410,8 @@ class TransformersModel(Model):
                 f"{self._device} has no memory left for a forward of {len(batch)} tokens: bound the KV memory, or give "
                 f"fewer tokens a step"
             ) from error
-        return TorchOutput(batch, logits, [hidden_states[i] for i in batch.hidden_layers], None, self._rounding)
+        kept = [hidden_states[i] for i in batch.hidden_layers]
+        return TorchOutput(batch, logits, kept, None, self._rounding, planned.experts)
 
     def _through_module(
         self, planned: Plan, layers: int, features: torch.Tensor | None, kept: Sequence[int]
@@ -417,6 +424,7 @@ class TransformersModel(Model):
             anatomy.forward.plan = planned
             undo.enter_context(attending(self._configs, NAME, anatomy.sites))
             undo.enter_context(mixing(self._mixers, planned.kv))
+            read = undo.enter_context(self._mixtures.counting(planned.real))
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
@@ -434,6 +442,7 @@ class TransformersModel(Model):
                 return_dict=True,
                 **keep,
             ).logits[0]
+        planned.experts = torch.stack(read).mean() if read else None
         return (logits if wanted is None or self._keeps_logits else logits[wanted]), hidden_states
 
     def _features(self, batch: Batch) -> torch.Tensor:
@@ -461,7 +470,7 @@ class TransformersModel(Model):
             self.graphs.close()
         self._parts = self._own = self.graphs = None
         # The anatomy holds layers too: without this the weights would stay.
-        self._mixers = ()
+        self._mixers, self._mixtures = (), Mixtures(torch.nn.Module())
         self._anatomy = replace(self._anatomy, holder=torch.nn.Module(), layers=torch.nn.ModuleList(), sites=())
         self._short.clear()
         self._configs.clear()

@@ -56,15 +56,21 @@ class TorchOutput(Output):
         hidden_states: Sequence[torch.Tensor] = (),
         where: npt.NDArray[np.int64] | None = None,
         rounding: float = 0.0,
+        experts: torch.Tensor | None = None,
     ) -> None:
         """``where`` int64 [N]: the packed tokens' rows of ``logits`` and ``hidden_states``; None: logits are those of
-        wanted tokens, hidden states of all, in their order. ``rounding``: of ``sampling.judged``."""
+        wanted tokens, hidden states of all, in their order. ``rounding``: of ``sampling.judged``.
+        ``experts``: how many were read; see ``Output.experts``."""
         self._batch, self._where, self._rounding = batch, where, rounding
         self._near: set[int] = set()  # rows of the logits whose choices are near-ties
-        self._logits = logits  # [M, V]
+        self._logits, self._experts = logits, experts  # [M, V]
         self._hidden_states = tuple(hidden_states)  # each [N, H]
         self._host: F32 | None = None
         self._on_device = logits.device.type != "cpu"  # so that every look at it is a copy
+
+    @property
+    def experts(self) -> float:
+        return 0.0 if self._experts is None else float(self._experts)
 
     @property
     def on_device(self) -> torch.Tensor:

@@ -49,6 +49,10 @@ class Weights:
         # Rows of q and k are in GGUF's order.
         self.interleaved = decoder.family.interleaved and (spelling == 0 or decoder.family.neighbours)
 
+    def read_as(self, decoder: Decoder) -> Weights:
+        """The same tensors, as those of a decoder that is described otherwise."""
+        return Weights(self.name, self.files, decoder, self._spelling, self._tensors, self._unpack)
+
     @property
     def kind(self) -> str:
         """The type of a layer's up matrix, or of its experts', which is most of a model."""
