@@ -40,10 +40,11 @@ def pages(paths: Sequence[StrPath]) -> str:
         "  for (const one of frames_)\n"
         "    if (frames_.some((other) => other.contentWindow === event.source) && one.contentWindow !== event.source)\n"
         "      one.contentWindow.postMessage(event.data, '*');\n"
-        "});"
+        "});\n"
+        "addEventListener('load', () => frames_[0].contentWindow.postMessage('lead', '*'));"
     )
     styles = f"{_hash(style)} {_hash(colours() + _file('page.css'))}"
-    scripts = f"{_hash(_file('page.js'))} {_hash(script)}"
+    scripts = f"{_hash(_script())} {_hash(script)}"
     policy = f"default-src 'none'; style-src {styles}; script-src {scripts}; base-uri 'none'"
     names = " and ".join(titles)
     bodies = "".join(
@@ -68,6 +69,11 @@ def colours() -> str:
     return _file("colours.css")
 
 
+def _script() -> str:
+    """The page's script: its functions of what decided tokens, then the page itself."""
+    return _file("decided.js") + _file("page.js")
+
+
 def _file(name: str) -> str:
     """A part of the page, which lies beside this file."""
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
@@ -90,7 +96,7 @@ def shown(line: dict[str, Any]) -> dict[str, Any]:
 
 def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
     style = colours() + _file("page.css")
-    all_scripts = [_file("page.js"), *scripts]
+    all_scripts = [_script(), *scripts]
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, all_scripts))}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
