@@ -15,7 +15,7 @@ from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_me
 from outpace.cli.summary import show_scores, summary
 from outpace.cli.terminal import reading_text
 from outpace.common.parameter import argument, option
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
@@ -79,7 +79,7 @@ def run(
 
         require_tokens(draft.acceptance, params)
     if trace_probabilities and trace is None:
-        raise ParameterError("--trace-probabilities needs --trace FILE: give it, too")
+        raise ParameterError(Argument("trace_probabilities"), " is of a trace: give ", Argument("trace"), ", too")
     if trace is not None:
         from outpace.common.files import check_writable
 

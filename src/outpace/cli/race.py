@@ -14,7 +14,7 @@ from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load, Sampling
 from outpace.cli.terminal import coloured
 from outpace.common.parameter import argument, option
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -74,7 +74,7 @@ def run(
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
     require_tokens(draft.acceptance, params)
     if draft.drafter == "none":
-        raise ParameterError("--drafter none would race against itself: name a drafter, or leave it out")
+        raise ParameterError(Argument("drafter", "none"), " would race against itself: name another, or leave it out")
     plain, drafted = load.engines(["none", draft.drafter], prefix_rows=0, size=draft.size, acceptance=draft.acceptance)
     with plain, drafted:
         tokens = plain.encode(prompt, raw=raw)

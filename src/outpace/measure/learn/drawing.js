@@ -1,5 +1,7 @@
 // Elements, controls and charts of the page.
 const SPACE = "http://www.w3.org/2000/svg";
+const NARROW = innerWidth < 620; // a picture is as many units wide as it has pixels, so that its text can be read
+const WIDE = NARROW ? Math.max(260, innerWidth - 60) : 600;
 
 function make(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -58,17 +60,17 @@ function grid(heads, rows, marked = -1) {
 
 /** Horizontal bars of several series: `rows` of [name, ...values], each value at most 1. */
 function barsOf(rows, series, words) {
-  const height = 12 * series.length + 12, svg = picture(600, rows.length * height + 22, words);
+  const height = 12 * series.length + 12, svg = picture(WIDE, rows.length * height + 22, words), left = NARROW ? 74 : 130, long = WIDE - left - 62;
   series.forEach(([name, kind], i) => {
-    shape(svg, "rect", { class: kind, x: 130 + 130 * i, y: 3, width: 10, height: 10 });
-    shape(svg, "text", { x: 145 + 130 * i, y: 12 }, name);
+    shape(svg, "rect", { class: kind, x: (i * WIDE) / 3, y: 3, width: 10, height: 10 });
+    shape(svg, "text", { x: 15 + (i * WIDE) / 3, y: 12 }, name);
   });
   rows.forEach(([name, ...values], r) => {
     const y = 24 + r * height;
-    shape(svg, "text", { x: 0, y: y + 6 * series.length + 3, "font-family": "monospace" }, name);
+    shape(svg, "text", { x: 0, y: y + 6 * series.length + 3, "font-family": "monospace" }, NARROW ? name.slice(0, 10) : name);
     values.forEach((value, i) => {
-      shape(svg, "rect", { class: series[i][1], x: 130, y: y + 12 * i, width: Math.max(0, 400 * value), height: 10 });
-      shape(svg, "text", { class: "dim", x: 136 + 400 * value, y: y + 12 * i + 9 }, fixed(value, 3));
+      shape(svg, "rect", { class: series[i][1], x: left, y: y + 12 * i, width: Math.max(0, long * value), height: 10 });
+      shape(svg, "text", { class: "dim", x: left + 6 + long * value, y: y + 12 * i + 9 }, fixed(value, 3));
     });
   });
   return svg;
@@ -76,8 +78,8 @@ function barsOf(rows, series, words) {
 
 /** A curve through [x, y] points, with the one at `mark` shown. */
 function curveOf(points, mark, { across, up, words, from = 0 }) {
-  const svg = picture(600, 220, words);
-  const [left, right, top, floor] = [52, 590, 24, 180];
+  const svg = picture(WIDE, 220, words);
+  const [left, right, top, floor] = [NARROW ? 30 : 52, WIDE - 10, 24, 180];
   const wide = Math.max(...points.map(([x]) => x)), high = Math.max(...points.map(([, y]) => y)) * 1.08;
   const least = Math.min(...points.map(([x]) => x));
   const x = (value) => left + ((right - left) * (value - least)) / (wide - least || 1);

@@ -7,14 +7,14 @@ chapter("cache", "The KV cache, and rolling back", [
   const chart = make("div"), facts = make("p");
   const draw = () => {
     const step = steps[at.value - 1], k = drafted(step).length, a = Math.min(accepted.value, k);
-    const from = step.a - 1, shown = 6, svg = picture(600, 96, `Positions of the cache: ${from} committed, then ${k + 1} written, of which ${a + 1} stay`);
+    const from = step.a - 1, shown = NARROW ? 2 : 6, svg = picture(WIDE, 70, `Positions of the cache: ${from} committed, then ${k + 1} written, of which ${a + 1} stay`);
     const cells = [...Array.from({ length: shown }, (_, i) => [from - shown + i, "cell", "kept"]), [from, "one", "pending"],
       ...drafted(step).map((token, i) => [from + 1 + i, i < a ? "r" : "q", i < a ? "accepted" : "refused"])];
-    const wide = Math.min(54, 590 / cells.length);
+    const wide = Math.min(NARROW ? 46 : 62, (WIDE - 10) / cells.length);
     cells.forEach(([position, kind, what], i) => {
       shape(svg, "rect", { class: kind, x: i * wide, y: 20, width: wide - 4, height: 26, rx: 3 });
       shape(svg, "text", { class: "dim", x: i * wide + (wide - 4) / 2, y: 62, "text-anchor": "middle" }, position);
-      shape(svg, "text", { class: "dim", x: i * wide + (wide - 4) / 2, y: 12, "text-anchor": "middle", "font-size": "9" }, what === "kept" ? "" : what);
+      shape(svg, "text", { class: "dim", x: i * wide + (wide - 4) / 2, y: 12, "text-anchor": "middle" }, what === "kept" ? "" : NARROW ? { pending: "▾", accepted: "✓", refused: "✗" }[what] : what);
     });
     chart.replaceChildren(svg);
     facts.textContent = `Before: length ${from}. The pass writes ${k + 1} positions: length ${from + k + 1}. With ${a} accepted the length becomes ${from} + 1 + ${a} = ${from + 1 + a}; ${countOf(k - a, "position")} will be written over. The target's own token is the new pending one: its keys and values come with the next pass. In the recorded run ${path(step).length} of ${k} were accepted.`;
@@ -56,9 +56,9 @@ chapter("who", "Who drafts", [
     const step = run.steps.find((each) => { if (from + gained(each).length > at.value) return true; from += gained(each).length; return false; }) || run.steps[0];
     const rows = names.map((name) => {
       const one = runs.who[name], proposed = sum(one, (each) => drafted(each).length), hit = sum(one, (each) => path(each).length);
-      return [name === "none" ? "none (plain)" : name, fixed(one.tokens.length / one.steps.length), proposed ? percentOf(hit / proposed) : "–", ms(median(one.steps.map((each) => 1e3 * (each.s.draft || 0)))), fixed(one.speed, 0), JSON.stringify(one.tokens) === JSON.stringify(plain.tokens) ? "same" : "differs"];
+      return [name === "none" ? "none (plain)" : name, fixed(one.tokens.length / one.steps.length), proposed ? percentOf(hit / proposed) : "–", fixed(median(one.steps.map((each) => 1e3 * (each.s.draft || 0)))), fixed(one.speed, 0), JSON.stringify(one.tokens) === JSON.stringify(plain.tokens) ? "same" : "differs"];
     });
-    table.replaceChildren(grid(["drafter", "tokens a step", "accepted", "a draft takes", "tokens/s", "tokens"], rows, names.indexOf(chosen)));
+    table.replaceChildren(grid(["drafter", "tokens a step", "accepted", "draft, ms", "tokens/s", "tokens"], rows, names.indexOf(chosen)));
     const chips = drafted(step).map((token, i) => chip(word(token), path(step).includes(i) ? "yes" : "no"));
     rest.replaceChildren(...(chips.length ? chips : [make("span", { class: "quiet" }, "nothing was drafted")]), chip(word(step.v[step.v.length - 1]), "own"));
     facts.textContent = `The step that wrote token ${at.value + 1}: after “…${textUpTo(run, from).slice(-24)}” it drafted ${drafted(step).length}, ${path(step).length} were accepted, and the target added its own.`;
@@ -66,7 +66,7 @@ chapter("who", "Who drafts", [
   const who = chooser("drafter", names.map((name) => [name, name === "none" ? "none (plain)" : name]), draw);
   who.select.value = names[names.length - 1];
   const at = slider("token of the answer", { min: 0, max: plain.tokens.length - 1, value: Math.floor(plain.tokens.length * 0.7), show: (n) => String(n + 1) }, draw);
-  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. Speeds are of one run on the machine named above, which had other work."));
+  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. Speeds are of one run each."));
   draw();
 }, "Which one should I take?", "outpace recommend measures them with your model and prompts. Text that repeats its prompt (editing code, summaries, agents) favours lookups, which can be joined with a network: suffix+eagle:…");
 
@@ -77,9 +77,9 @@ chapter("tree", "Trees and batches", [
   const steps = runs.tree.steps.filter((step) => drafted(step).length > 1);
   const view = make("div"), facts = make("p");
   const draw = () => {
-    const step = steps[at.value - 1], up = parents(step), n = drafted(step).length, size = Math.min(24, 300 / (n + 1));
+    const step = steps[at.value - 1], up = parents(step), n = drafted(step).length, size = Math.min(24, (NARROW ? WIDE : 300) / (n + 1)), below = NARROW ? 22 * (n + 1) + 30 : 0, aside = NARROW ? 0 : 300;
     const depth = []; up.forEach((parent, i) => (depth[i] = parent < 0 ? 1 : depth[parent] + 1));
-    const svg = picture(600, Math.max(22 * (n + 1) + 20, size * (n + 1) + 40), `A draft of ${n} nodes and its mask`);
+    const svg = picture(WIDE, Math.max(22 * (n + 1) + 20, below + size * (n + 1) + 24), `A draft of ${n} nodes and its mask`);
     const sees = (node, other) => { for (let each = node; each >= 0; each = up[each]) if (each === other) return true; return other < 0; };
     const y = (node) => 26 + 22 * (node + 1), x = (node) => (node < 0 ? 8 : 8 + 22 * depth[node]);
     for (let node = -1; node < n; node++) {
@@ -87,9 +87,9 @@ chapter("tree", "Trees and batches", [
       if (node >= 0) shape(svg, "path", { class: "grid", d: `M${x(up[node])} ${y(up[node])}V${y(node)}H${x(node)}` });
       shape(svg, "circle", { class: node < 0 ? "dot" : here ? "r" : "q", cx: x(node), cy: y(node), r: 5 });
       shape(svg, "text", { x: x(node) + 11, y: y(node) + 4, ...(node < 0 || here ? { "font-weight": 700 } : { class: "dim" }) }, node < 0 ? "pending" : visible(word(drafted(step)[node])).slice(0, 18));
-      for (let other = -1; other < n; other++) shape(svg, "rect", { class: sees(node, other) ? "one" : "cell", x: 300 + size * (other + 1), y: 20 + size * (node + 1), width: size - 2, height: size - 2, rx: 2 });
+      for (let other = -1; other < n; other++) shape(svg, "rect", { class: sees(node, other) ? "one" : "cell", x: aside + size * (other + 1), y: below + 20 + size * (node + 1), width: size - 2, height: size - 2, rx: 2 });
     }
-    shape(svg, "text", { class: "dim", x: 300, y: 12 }, "row: who looks; column: whom it sees");
+    shape(svg, "text", { class: "dim", x: aside, y: below + 12 }, "row: who looks; column: whom it sees");
     view.replaceChildren(svg);
     const rows = readers.value, alone = costOf(runs.cost, rows), drafts = costOf(runs.cost, rows * (n + 1)), won = gained(step).length;
     facts.textContent = `${n} nodes, ${path(step).length} accepted, ${countOf(won, "token")} gained. With ${countOf(rows, "row")} that each draft ${n}, a pass has ${rows * (n + 1)} tokens: about ${fixed(drafts / alone)} times a plain pass of ${rows}. To pay, a step must bring more than ${fixed(drafts / alone)} tokens a row, drafting aside.`;
@@ -152,7 +152,7 @@ function race() {
 
 function begin() {
   const { model, machine, outpace } = runs.about;
-  document.getElementById("about").textContent = `Recorded with ${model.name} (${model.layers} layers, ${model.dtype}) on ${machine.model}, ${countOf(model.threads, "thread")}, outpace ${outpace}.`;
+  document.getElementById("about").textContent = `Recorded with ${model.name} (${model.layers} layers, ${model.dtype}) on ${machine.model}, ${countOf(model.threads, "thread")}, outpace ${outpace}. ${runs.note || ""}`;
   const main = document.getElementById("chapters"), contents = document.getElementById("contents");
   CHAPTERS.forEach(({ id, title, words, build, question, answer, code }, i) => {
     const panel = make("div", { class: "panel" });
