@@ -6,20 +6,28 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from outpace.common.files import StrPath, write_bytes
-from outpace.exact import verify
+from outpace.control.cost import Cost
+from outpace.exact import sampling, verify
+from outpace.measure import plan
 from outpace.measure.view import colours, hashed, inert
+from outpace.models.base import KVCache
 
 _SCRIPTS = ("arithmetic.js", "drawing.js", "chapters.js", "more.js")
-_CODE: dict[str, Callable[..., Any]] = {
+_CODE: dict[str, Callable[..., Any]] = {  # what chapters show
+    "choose": sampling.choose,
+    "width": Cost.width,
     "walk": verify.walk,
     "reject": verify.reject,
     "residual": verify._residual,
+    "settle": KVCache.settle,
+    "plan": plan.plan,
 }
 
 
@@ -34,7 +42,7 @@ def page(runs: Mapping[str, Any], script: str = "") -> str:
     style = colours() + _file("page.css")
     code = "\n".join(_file(name) for name in _SCRIPTS) + script
     policy = f"default-src 'none'; style-src {hashed(style)}; script-src {hashed(code)}; base-uri 'none'"
-    data = inert({**runs, "code": {name: inspect.getsource(made) for name, made in _CODE.items()}})
+    data = inert({**runs, "code": {name: textwrap.dedent(inspect.getsource(made)) for name, made in _CODE.items()}})
     text = _file("page.html")
     head, _, rest = text.partition("{{data}}")  # what is filled in is never looked at again
     head = head.replace("{{policy}}", policy, 1).replace("{{style}}", style, 1)

@@ -29,7 +29,7 @@ chapter("token", "One token at a time", [
   });
   panel.append(make("p", { class: "quiet" }, `Prompt: ${plain.prompt}`), control.label, out, facts);
   control.move();
-}, "Why is a prompt's token cheaper than a written one?", "All of the prompt is known, so its tokens go through the model together, and the weights are read once for many of them. A token that is still to be written is not known, so it waits for the one before.");
+}, "Why is a prompt's token cheaper than a written one?", "All of the prompt is known, so its tokens go through the model together, and the weights are read once for many of them. A token that is still to be written is not known, so it waits for the one before.", "choose");
 
 chapter("width", "Checking is cheaper than writing", [
   "Give a forward pass several tokens of one row, and it returns the scores after each of them. The weights are read once. This is the measured cost here.",
@@ -45,7 +45,7 @@ chapter("width", "Checking is cheaper than writing", [
   });
   panel.append(control.label, chart, facts);
   control.move();
-}, "When does the curve stop being flat?", "When arithmetic, not memory, is what a pass waits for. On this processor that begins at a few tokens; on a GPU at dozens or hundreds. Other rows in the batch use up the same spare arithmetic.");
+}, "When does the curve stop being flat?", "When arithmetic, not memory, is what a pass waits for. On this processor that begins at a few tokens; on a GPU at dozens or hundreds. Other rows in the batch use up the same spare arithmetic.", "width");
 
 chapter("greedy", "Draft, verify, accept", [
   "Something cheap drafts k tokens. The target checks them in one pass: after the pending token and after every drafted one it says what it would write itself. Greedy decoding: its likeliest token.",

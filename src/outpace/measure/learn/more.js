@@ -23,7 +23,7 @@ chapter("cache", "The KV cache, and rolling back", [
   const accepted = slider("accepted tokens", { min: 0, max: Math.max(...steps.map((step) => drafted(step).length)), value: 1 }, draw);
   panel.append(at.label, accepted.label, chart, facts);
   draw();
-}, "Why is the pending token's KV missing?", "It was chosen from the last pass's scores and has not been through the model yet. It goes first into the next pass, with the draft behind it.");
+}, "Why is the pending token's KV missing?", "It was chosen from the last pass's scores and has not been through the model yet. It goes first into the next pass, with the draft behind it.", "settle");
 
 chapter("k", "How many tokens to draft", [
   "If each drafted token is accepted with probability a, given the ones before, a step with k of them brings 1 + a + … + a^k = (1 − a^(k+1)) / (1 − a) tokens. It costs one pass of k + 1 tokens and k drafted tokens.",
@@ -42,7 +42,7 @@ chapter("k", "How many tokens to draft", [
   const d = slider("a drafted token's cost", { min: 0, max: 0.6, step: 0.01, value: 0.05, show: (x) => `${fixed(x)} steps` }, draw);
   panel.append(a.label, k.label, d.label, chart, facts, make("p", { class: "quiet" }, "The cost by width is the measured one of chapter 2. A real acceptance is not one number: it differs by text and falls with depth, so Outpace decides in every step."));
   draw();
-}, "Why is more not better?", "Each further token is accepted less often (a^k) but costs as much, and a wide pass is dearer. Beyond the best k, a step takes longer than what it gains.");
+}, "Why is more not better?", "Each further token is accepted less often (a^k) but costs as much, and a wide pass is dearer. Beyond the best k, a step takes longer than what it gains.", "plan");
 
 chapter("who", "Who drafts", [
   "Anything may draft: a smaller model, the target's own first layers, a small network on the target's hidden states (EAGLE), or a lookup of text that was there before (ngram, suffix). Lookups cost almost nothing and hit when text repeats.",

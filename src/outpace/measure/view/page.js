@@ -43,7 +43,7 @@ function readRow(row, line, seconds) {
   return {
     tokens, path, line, seconds,
     parents: row.p || tokens.map((_, i) => i - 1),
-    confidence: (row.c || []).map(Number),
+    confidence: row.c && row.c.some((c) => Number.isFinite(Number(c))) ? row.c.map(Number) : [],
     worth: (row.u || []).map(Number),
     sources: tokens.map((_, i) => names[row.s ? row.s[i] : 0]),
     kept: new Set(row.k || tokens.keys()),
