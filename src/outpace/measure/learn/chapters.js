@@ -81,10 +81,12 @@ chapter("greedy", "Draft, verify, accept", [
 
 chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   "With a temperature the target does not have one answer but a distribution p. The drafter draws x from its own distribution q. Draw u between 0 and 1; keep x if u < min(1, p(x)/q(x)).",
-  "After a refusal, draw from what is left of p: max(p − q, 0), made to sum to 1. Where q was too keen, tokens are refused; where it was too shy, the residual makes up for it. The sum is p.",
+  "After a refusal, draw from what is left of p: max(p − q, 0), made to sum to 1. Where q(x) is above p(x), x is sometimes refused; where it is below, the residual adds what is missing. The sum is p.",
 ], (panel) => {
-  const found = runs.rejection.steps.flatMap((step) => [...places(step)].filter(([, place]) => place.q.length).map(([node, place]) => ({ step, node, place })));
-  const wanted = found.findIndex(({ place }) => place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]));
+  const of = (run) => run.steps.flatMap((step) => [...places(step)].filter(([, place]) => place.q.length).map(([node, place]) => ({ step, node, place })));
+  const wanted = ({ place }) => place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
+  const temperatures = Object.keys(runs.rejection);
+  let found = [];
   const chart = make("div"), facts = make("p"), tally = make("div"), recorded = make("p", { class: "quiet" });
   let counts = null, drawn = 0, kept = 0, p, q, names;
   const random = randomFrom(7);
@@ -98,7 +100,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
     const token = drafted(step)[parents(step).indexOf(node)];
     const pick = place.likeliest.findIndex(([each]) => each === token);
     const child = pick < 0 ? 0 : pick, chance = q[child] > 0 ? Math.min(1, p[child] / q[child]) : 1;
-    facts.textContent = `Drafted “${names[child]}”: min(1, ${fixed(p[child], 3)} / ${fixed(q[child], 3)}) = ${fixed(chance, 3)}; u = ${fixed(u.value)} is ${u.value < chance ? "below: accepted." : "not below: refused, and a token is drawn from the residual."} Over all drafts, ${percentOf(acceptanceOf(p, q))} are accepted: the overlap of p and q.`;
+    facts.textContent = `Drafted “${names[child]}”: min(1, ${fixed(p[child], 3)} / ${fixed(q[child], 3)}) = ${fixed(chance, 3)}; u = ${fixed(u.value)} is ${u.value < chance ? "below: accepted." : "not below: refused, and a token is drawn from the residual."} Over all drafts, ${percentOf(acceptanceOf(p, q))} are accepted: the overlap of p and q (all other tokens are counted as one here).`;
     recorded.textContent = place.trials.length ? `In the recorded run u was ${fixed(place.trials[0][2], 3)}: ${place.trials[0][3] ? "accepted" : "refused"}.` : "The recorded run did not come this far: a token before was refused.";
     counts = null; drawn = kept = 0; tally.replaceChildren();
   };
@@ -108,14 +110,20 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
     tally.replaceChildren(barsOf(names.map((name, i) => [name, p[i], counts[i] / drawn]), [["p", "p"], ["drawn by the rule", "r"]], "p beside what the rule drew"),
       make("p", { class: "quiet" }, `${drawn.toLocaleString("en")} draws, ${percentOf(kept / drawn)} accepted. The rule's shares go to p as draws are added.`));
   };
-  const at = slider("token of the run", { min: 1, max: found.length, value: 1 + Math.max(0, wanted) }, draw);
+  const warm = slider("temperature", { min: 0, max: temperatures.length - 1, value: temperatures.indexOf("0.8"), show: (i) => temperatures[i] }, (i) => {
+    found = of(runs.rejection[temperatures[i]]);
+    at.input.max = found.length;
+    at.input.value = 1 + Math.max(0, found.findIndex(wanted));
+    at.move();
+  });
+  const at = slider("token of the run", { min: 1, max: 1, value: 1 }, draw);
   const u = slider("u", { min: 0, max: 0.999, step: 0.001, value: 0.5, show: (x) => fixed(x) }, draw);
   const button = make("button", { type: "button" }, "Draw 1,000 times");
   button.onclick = many;
   const same = JSON.stringify(runs.coupled.tokens) === JSON.stringify(runs.sampled.tokens);
-  panel.append(at.label, u.label, chart, facts, recorded, button, tally,
+  panel.append(warm.label, at.label, u.label, chart, facts, recorded, button, tally,
     make("p", {}, `Outpace's default, coupled, goes further: the noise for a token depends only on the seed and its position, so target and drafter read the same noise. Seed 3, temperature 0.8, plain: “${textUpTo(runs.sampled, 12)}…” Drafted: “${textUpTo(runs.coupled, 12)}…” All ${runs.sampled.tokens.length} tokens are ${same ? "the same" : "NOT the same"}.`));
-  draw();
+  warm.move();
 }, "Why not just accept x with probability p(x)?", "Then too many drafts would be refused, and the output would not be p either: x arrives with probability q(x) already. Accepting with min(1, p/q) makes q(x) · min(1, p(x)/q(x)) = min(p(x), q(x)), the most that can be accepted without giving x too often.", "reject");
 
 chapter("exact", "Why it is exact", [

@@ -18,6 +18,7 @@ CODE = "Write a Python function that adds two numbers, then one that multiplies 
 STORY = "Write a short story about a cat."
 SIZE = 4  # tokens drafted a step
 TREE = 8  # nodes of a tree
+TEMPERATURES = (0.4, 0.8, 1.2)
 _KEYS = ("a", "t", "p", "v", "h", "k", "g", "P", "Q", "i")  # of a row, in a page
 
 
@@ -34,6 +35,7 @@ def record(engines: Mapping[str, Engine], progress: Callable[[str], None] = lamb
         "cost": costs.of(plain.model).to_dict(),
         "last": last,
         "who": {},
+        "rejection": {},
     }
 
     def run(engine: Engine, prompt: str, asked: Mapping[str, Any], probabilities: bool = False, **how: Any) -> Any:
@@ -61,7 +63,9 @@ def record(engines: Mapping[str, Engine], progress: Callable[[str], None] = lamb
     progress(f"{last}: with probabilities, trees, sampling")
     found["greedy"] = run(engines[last], CODE, {**greedy, "max_tokens": 40}, True, size=SIZE)
     found["tree"] = run(engines[last], CODE, {**greedy, "max_tokens": 40}, size=TREE)
-    found["rejection"] = run(engines[last], STORY, sampled, True, size=SIZE, acceptance="rejection")
+    for temperature in TEMPERATURES:
+        asked = {**sampled, "temperature": temperature}
+        found["rejection"][str(temperature)] = run(engines[last], STORY, asked, True, size=SIZE, acceptance="rejection")
     found["coupled"] = run(engines[last], STORY, sampled, True, size=SIZE)
     found["sampled"] = run(plain, STORY, sampled)
     used = {token for each in _runs(found) for token in _tokens(each)}
@@ -78,7 +82,8 @@ def _of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(found: Mapping[str, Any]) -> list[Any]:
-    return [*found["who"].values(), *(found[name] for name in ("greedy", "tree", "rejection", "coupled", "sampled"))]
+    alone = (found[name] for name in ("greedy", "tree", "coupled", "sampled"))
+    return [*found["who"].values(), *found["rejection"].values(), *alone]
 
 
 def _tokens(run: Mapping[str, Any]) -> set[int]:
