@@ -105,7 +105,7 @@ def test_a_record_says_what_decided(
             assert {one.token: one.p for one in place.residual} == pytest.approx(
                 {one.token: left[one.token] / left.sum() for one in place.residual}, abs=1e-4
             )
-        if place.residual and drafter == "model":
+        if place.residual and params.temperature:
             left = np.maximum([one.p - q for one, q in zip(place.likeliest, place.q, strict=True)], 0)
             ratio = {one.token: x for one, x in zip(place.likeliest, left, strict=True)}
             shares = [(one.p, ratio[one.token]) for one in place.residual if one.token in ratio]

@@ -10,6 +10,7 @@ from typing import Annotated
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
 from outpace.common.parameter import option
+from outpace.errors import Argument, ParameterError
 
 DRAFTERS = ("none", "ngram", "suffix", "recycle", "lookahead", "layers:22", "eagle:demo")
 
@@ -33,11 +34,14 @@ def run(
     """Explain speculative decoding on real runs: ten chapters, each with something to move.
 
     Writes one HTML page, which asks for nothing outside itself. With --record, the runs are of this machine and of
-    --model; another model than demo needs --drafter, with drafters that fit it.
+    --model.
     """
     from outpace.common.files import check_writable, write_json
     from outpace.measure.learn import recorded, write
 
+    if not record and (load.model != "demo" or drafter):
+        name = Argument("drafter", drafter[0]) if drafter else Argument("model", load.model)
+        raise ParameterError(name, " is for runs of your own: give --record, too")
     check_writable(out)
     if record:
         from outpace.measure.learn.record import TREE

@@ -7,7 +7,7 @@ changes nothing where somebody does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -69,7 +69,7 @@ def explained(
         known = [choices[node]] if node in choices else []
         residual = chance.residual.get(n)
         likeliest = _likeliest(p, [*known, *(draft.tokens[child] for child in children)], noise, choosers[node].index)
-        drawn = draft.q[children[0]] if draft.q is not None and children else None
+        drawn = _drawn(draft, children[0]) if children and not (coupled and draft.q is None) else None
         places.append(
             Place(
                 node,
@@ -77,7 +77,7 @@ def explained(
                 likeliest,
                 () if coupled or n < 0 else chance.trials(n, children),
                 () if residual is None else _likeliest(residual, known),
-                () if drawn is None else tuple(float(drawn[one.token]) for one in likeliest),
+                () if drawn is None else tuple(drawn(one.token) for one in likeliest),
             )
         )
     q = [math.nan if coupled else 1.0] * len(draft)
@@ -85,6 +85,14 @@ def explained(
         q = [float(own[token]) for own, token in zip(draft.q, draft.tokens, strict=True)]
     p_of = (float(shown[parent][token]) for parent, token in zip(draft.parents, draft.tokens, strict=True))
     return Explained(tuple(p_of), tuple(q), tuple(places))
+
+
+def _drawn(draft: Draft, node: int) -> Callable[[int], float]:
+    """q by token, of what ``node`` was drawn from."""
+    if draft.q is None:
+        return lambda token: float(token == draft.tokens[node])
+    q = draft.q[node]
+    return lambda token: float(q[token])
 
 
 def _likeliest(p: F64, more: Sequence[int], noise: Noise | None = None, index: int = 0) -> tuple[Likely, ...]:

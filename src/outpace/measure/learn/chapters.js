@@ -52,6 +52,7 @@ chapter("greedy", "Draft, verify, accept", [
   "The longest prefix of the draft that agrees is kept. Then the target's own token follows: recovered after a disagreement, a bonus when all agreed. So a step gains between 1 and k + 1 tokens, and each is the one that the target chose.",
 ], (panel) => {
   const run = runs.greedy, steps = run.steps.filter((step) => drafted(step).length && step.i && !step.p); // chains
+  if (!steps.length) return nothing(panel);
   const draftRow = make("div", { class: "tokens" }), gainRow = make("div", { class: "tokens" }), choiceRow = make("div", { class: "tokens" }), facts = make("p");
   let refused = -1;
   const draw = () => {
@@ -87,6 +88,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   const wanted = ({ place }) => place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
   const temperatures = Object.keys(runs.rejection);
   let found = [];
+  if (!temperatures.every((t) => of(runs.rejection[t]).length)) return nothing(panel);
   const chart = make("div"), facts = make("p"), tally = make("div"), recorded = make("p", { class: "quiet" });
   let counts = null, drawn = 0, kept = 0, p, q, names;
   const random = randomFrom(7);

@@ -49,6 +49,9 @@ function chooser(name, options, onMove) {
   return { label: make("label", {}, make("span", {}, name), select, make("output")), select, get value() { return select.value; } };
 }
 
+/** What a panel says where a run has nothing to show, as with a drafter that found nothing. */
+const nothing = (panel) => panel.append(make("p", { class: "quiet" }, "This run has no such step: record it with another drafter."));
+
 const chip = (text, kind = "", tag = "span") => make(tag, { class: `token ${kind}`, ...(tag === "button" ? { type: "button" } : {}) }, visible(text));
 
 function grid(heads, rows, marked = -1) {

@@ -4,6 +4,7 @@ chapter("cache", "The KV cache, and rolling back", [
   "What was refused is not erased. The row's length is set back; the next step writes over it. Rolling back is arithmetic. A recurrent layer has one state instead, so there the accepted tokens are replayed or a copy of the state is kept.",
 ], (panel) => {
   const run = runs.greedy, steps = run.steps.filter((step) => drafted(step).length);
+  if (!steps.length) return nothing(panel);
   const chart = make("div"), facts = make("p");
   const draw = () => {
     const step = steps[at.value - 1], k = drafted(step).length, a = Math.min(accepted.value, k);
@@ -75,6 +76,7 @@ chapter("tree", "Trees and batches", [
   "Nodes cost arithmetic. Alone on a machine there is spare arithmetic; beside other rows it is used up, and drafts stop paying. Then Outpace drafts less, or nothing.",
 ], (panel) => {
   const steps = runs.tree.steps.filter((step) => drafted(step).length > 1);
+  if (!steps.length) return nothing(panel);
   const view = make("div"), facts = make("p");
   const draw = () => {
     const step = steps[at.value - 1], up = parents(step), n = drafted(step).length, size = Math.min(24, (NARROW ? WIDE : 300) / (n + 1)), below = NARROW ? 22 * (n + 1) + 30 : 0, aside = NARROW ? 0 : 300;
