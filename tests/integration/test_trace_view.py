@@ -196,6 +196,8 @@ def test_two_traces_side_by_side_show_the_same_token(tmp_path: Path) -> None:
         opened, steps = map(int, re.findall(r"\d+", first.inner_text("#h-step"))[:2])
         assert {"1", str(steps)} <= set(first.locator("#charts text").all_text_contents())  # the axis has numbers
         assert opened == 1 + first.evaluate("telling(state.answer.steps)")
+        began = first.evaluate("state.answer.steps[state.at].from")
+        second.wait_for_function(f"state.answer.tokens[{began}].step === state.at")
         first.locator("#slider").fill(str(steps))
         token = first.evaluate("state.answer.steps[state.at].from")
         second.wait_for_function(f"state.answer.tokens[{token}].step === state.at")

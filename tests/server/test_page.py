@@ -67,6 +67,13 @@ def page(served: Running, browser: Any) -> Iterator[Any]:
     assert not faults
 
 
+def test_learn_is_a_page_of_the_server(page: Any, served: Running) -> None:
+    page.goto(page.locator("#learn").evaluate("link => link.href"))
+    assert page.locator("section").count() == 11
+    page.click("#start")
+    page.wait_for_function("/^[0-9]+ of [0-9]+ tokens/.test(document.querySelector('#race .lanes p').textContent)")
+
+
 def said(page: Any, text: str) -> Any:
     """The answer to ``text``, once it is there."""
     before = page.locator("article.assistant").count()

@@ -31,7 +31,8 @@ def test_the_steps_of_the_last_answers(tmp_path: Path) -> None:
             extra_body={"return_token_ids": True},
         )  # fmt: skip
 
-    with serving(Engine.load("demo", drafter="suffix", max_length=512), traces=3, api_keys=KEYS) as served:
+    kept = {"traces": 3, "trace_probabilities": True}
+    with serving(Engine.load("demo", drafter="suffix", max_length=512), api_keys=KEYS, **kept) as served:
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(ask, range(4)))
         found, gone = [], []
@@ -55,4 +56,7 @@ def test_the_steps_of_the_last_answers(tmp_path: Path) -> None:
         assert [result.text for result in sorted(whole.results, key=lambda its: its.sample)] == [
             choice.text for choice in answer.choices
         ]
+        for row in (row for step in whole.steps for row in step.rows):  # the choices along the path are the verdict
+            choices = {place.node: place.choice for place in row.places}
+            assert tuple(choices[node] for node in (-1, *row.path)) == row.verdict
         assert {row.request for step in whole.steps for row in step.rows} == {whole.requests[0].id}

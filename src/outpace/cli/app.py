@@ -15,6 +15,8 @@ NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
     "verify",
     "trace",
     "explain",
+    "learn",
+    "race",
     "recommend",
     "drafters",
     "plan",

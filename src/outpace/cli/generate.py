@@ -15,7 +15,7 @@ from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_me
 from outpace.cli.summary import show_scores, summary
 from outpace.cli.terminal import reading_text
 from outpace.common.parameter import argument, option
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
@@ -58,6 +58,9 @@ def run(
     trace: Annotated[
         Path | None, option("Write every step to this file (outpace trace).", metavar="FILE", group="output")
     ] = None,
+    trace_probabilities: Annotated[
+        bool, option("The trace has probabilities and random numbers, too: what decided each token.", group="output")
+    ] = False,
 ) -> int:
     """Answer a prompt."""
     prompt = _whole(prompt, raw)
@@ -75,6 +78,8 @@ def run(
         from outpace.measure.same import require_tokens
 
         require_tokens(draft.acceptance, params)
+    if trace_probabilities and trace is None:
+        raise ParameterError(Argument("trace_probabilities"), " is of a trace: give ", Argument("trace"), ", too")
     if trace is not None:
         from outpace.common.files import check_writable
 
@@ -82,7 +87,7 @@ def run(
     reused = 0 if compare else None  # a prefix that is found again would favour whoever comes second
     with (
         load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=reused) as engine,
-        _traced(engine, trace, load),
+        _traced(engine, trace, load, trace_probabilities),
     ):
         tokens = engine.encode(asked, raw=raw)
         if grammar is not None:
@@ -124,12 +129,12 @@ def _grammar(schema: Path | None, json_object: bool, regex: str | None) -> Calla
     return compiled
 
 
-def _traced(engine: Engine, path: Path | None, load: Load) -> AbstractContextManager[Any]:
+def _traced(engine: Engine, path: Path | None, load: Load, probabilities: bool) -> AbstractContextManager[Any]:
     if path is None:
         return nullcontext()
     from outpace.measure.trace import tracing
 
-    return tracing(engine, path, load=load.load_options(), scores=True)
+    return tracing(engine, path, load=load.load_options(), scores=True, probabilities=probabilities)
 
 
 def _whole(given: str | None, raw: bool) -> str:

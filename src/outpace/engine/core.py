@@ -25,6 +25,7 @@ class Core:
         self.model, self.drafting, self.scheduler = model, drafting, scheduler
         self.on_step: Callable[[StepRecord], None] | None = None
         self.on_result: Callable[[Result], None] | None = None
+        self.probabilities = False  # whether records have them
         self.requests: dict[int, list[Sequence]] = {}  # samples that have not left, by request
         self._torn = False  # a change was interrupted, and what it left was not mended yet
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet

@@ -411,6 +411,17 @@ class Engine:
             self._core.drafting.explain(listener is not None)
 
     @property
+    def probabilities(self) -> bool:
+        """Whether a step's record has p, q, the target's likeliest tokens and the random numbers of its rows, at some
+        milliseconds a verified token; may be changed between steps."""
+        return self._core.probabilities
+
+    @probabilities.setter
+    def probabilities(self, on: bool) -> None:
+        with self._lock:
+            self._core.probabilities = on
+
+    @property
     def on_result(self) -> Callable[[Result], None] | None:
         """What is given every sample's result as it ends, before the step's record; ``request`` still knows it then."""
         return self._core.on_result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath
@@ -98,6 +98,37 @@ class ChunkRecord:
     count: int
 
 
+class Likely(NamedTuple):
+    """A token with the target's probability, and the Gumbel noise that its choice added to log p (0: none)."""
+
+    token: int
+    p: float
+    noise: float
+
+
+class Trial(NamedTuple):
+    """A candidate under ``rejection``: accepted where ``uniform`` is below ``chance``, min(1, p / q)."""
+
+    node: int
+    chance: float
+    uniform: float
+    accepted: bool
+
+
+class Place(NamedTuple):
+    """Where the target chose: after ``node`` (-1: the pending token). ``choice``: the token that follows there (-1: it
+    was not asked). ``likeliest``: five tokens, the choice, and what was drafted there. Under ``rejection`` ``trials``
+    of its children, the five likeliest of the ``residual`` that its token was drawn from, and ``q`` of the
+    ``likeliest`` where a drafter drew there."""
+
+    node: int
+    choice: int
+    likeliest: tuple[Likely, ...]
+    trials: tuple[Trial, ...] = ()
+    residual: tuple[Likely, ...] = ()
+    q: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RowRecord:
     """A decoding row of a step: k proposed nodes, those that were kept and verified, and the verdict."""
@@ -120,6 +151,10 @@ class RowRecord:
     why: str = ""
     worth: tuple[float, ...] = ()  # [k], or none: the chance of each node's whole path, as the policy sees it
     drawn: bool = False  # the nodes were drawn from distributions, which are not here
+    # With Engine.probabilities, after all rules, filters and the temperature:
+    p: tuple[float, ...] = ()  # [k] the target's, of each node's token; NaN: it was not verified
+    q: tuple[float, ...] = ()  # [k] the drafter's; NaN: not known, since coupled needs none
+    places: tuple[Place, ...] = ()  # after the pending token and each verified node
 
     @property
     def output(self) -> tuple[int, ...]:

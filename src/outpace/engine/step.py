@@ -25,6 +25,7 @@ from outpace.common.arrays import F64, I32
 from outpace.control.adaptive import Decision
 from outpace.drafters.base import Event
 from outpace.engine.core import Core
+from outpace.engine.explained import Explained, explained, numbered_as_proposed
 from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
 from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
@@ -47,8 +48,8 @@ class Step:
 
     ``proposals``: what a drafter that reads choices proposed; ``q`` [k, V]: what each node was drawn from; ``dead``:
     why its rules left no token after what was accepted; ``choices`` int32 [k + 1]: the target's choice after every
-    node; ``logprobs``: of all tokens of its verdict, or of the prompt's that follow those of a chunk; ``lost``: why its
-    KV is in doubt.
+    node; ``logprobs``: of all tokens of its verdict, or of the prompt's that follow those of a chunk; ``explained``:
+    what decided its tokens, where somebody asks; ``lost``: why its KV is in doubt.
     """
 
     core: Core
@@ -59,6 +60,7 @@ class Step:
     dead: dict[int, Exception] = field(default_factory=dict)
     choices: dict[int, I32] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    explained: dict[int, Explained] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -99,6 +101,8 @@ def advance(core: Core) -> None:
         step.lost.update(core.model.kv.settle(core.rows))
         score(step)
         clock.start("other")
+        if core.probabilities and core.on_step is not None:
+            explain(step)
         outcomes = [Outcome(*row) for row in core.rows.outcome()]
         ends = [ending(step, i, s, outcomes[i].tokens) for i, s in enumerate(plan.decoding)]
         states = hidden_states(step, ends) if core.drafting.needs.hidden_layers else {}
@@ -306,6 +310,16 @@ def score(step: Step) -> None:
             step.logprobs[i] = sequence.spelled(step.logprobs[i])
 
 
+def explain(step: Step) -> None:
+    """What decided each row's tokens."""
+    assert step.output is not None
+    rows = step.core.rows
+    for i, sequence in enumerate(step.plan.decoding):
+        acceptance, start = sequence.request.acceptance, int(rows.starts[i])
+        kept, verdict = draft(step, i), rows.verdict(i)
+        step.explained[i] = explained(sequence.chooser, acceptance, kept, verdict, start, step.output)
+
+
 def near_ties(step: Step, i: int, path: SequenceOf[int], kept: int) -> int:
     """How many of row i's first ``kept`` tokens are near-ties: see ``Output.near_ties``."""
     if step.output is None or step.core.model.native is not None:
@@ -456,11 +470,12 @@ def record(step: Step, ends: list[Extension], row_numbers: tuple[int, ...], cloc
         draft, (tokens, path), gained = proposed.row(i), rows.verdict(i), len(end.tokens)
         nodes = list(range(len(draft))) if kept.widths[i] == len(draft) else sorted(places(draft, kept.row(i)))[1:]
         size, expected, why, worth = decisions[i]
+        known = numbered_as_proposed(step.explained.get(i, Explained()), nodes, len(draft))
         found.append(RowRecord(
             sequence.request.id, sequence.sample, row_numbers[i], sequence.length - gained, tuple(draft.tokens),
             tuple(draft.parents), tuple(draft.gains), tuple(proposed.sources_of(i)), tuple(nodes), tuple(tokens),
             tuple(nodes[node] for node in path), gained, near_ties(step, i, path, gained), size, expected, why,
-            tuple(worth), bool(draft) and i in step.q,
+            tuple(worth), bool(draft) and i in step.q, known.p, known.q, known.places,
         ))  # fmt: skip
     chunks = (
         ChunkRecord(c.sequence.request.id, c.sequence.sample, c.sequence.row, c.start, c.count) for c in plan.chunks

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.common.files import StrPath, check_writable
-from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
+from outpace.engine.request import ChunkRecord, Likely, Place, RowRecord, StepRecord, Trial
 from outpace.errors import ParameterError
 from outpace.exact.noise import Noise
 from outpace.measure import machine
@@ -43,21 +43,29 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 @contextmanager
 def tracing(
-    engine: Engine, path: StrPath, *, load: LoadOptions | None = None, scores: bool = False
+    engine: Engine,
+    path: StrPath,
+    *,
+    load: LoadOptions | None = None,
+    scores: bool = False,
+    probabilities: bool = False,
 ) -> Iterator[TraceWriter]:
     """Trace what ``engine`` does inside into ``path``. ``load``: how its model was loaded. ``scores``: at the end,
     compute by how much each output token won (one more prefill of every answer), for ``outpace explain``.
+    ``probabilities``: steps have p, q, the target's likeliest tokens and the random numbers (``Engine.probabilities``).
 
     Raises ParameterError when ``path`` cannot be written; after that, no fault of tracing reaches the engine.
     """
     if engine.on_step is not None or engine.on_result is not None:
         raise ParameterError("this engine is being watched already: end that trace first")
     writer = TraceWriter(path, engine, load)
+    before, engine.probabilities = engine.probabilities, probabilities
     engine.on_step, engine.on_result = writer.step, writer.result
     try:
         yield writer
     finally:
         engine.on_step = engine.on_result = None
+        engine.probabilities = before
         if scores:
             writer.score()
         writer.close()
@@ -228,11 +236,22 @@ def _floats(values: Iterable[float | str]) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
+def _places(values: Iterable[Any]) -> tuple[Place, ...]:
+    return tuple(
+        Place(
+            node, choice, tuple(Likely(*one) for one in likeliest), tuple(Trial(*one) for one in trials),
+            tuple(Likely(*one) for one in residual), _floats(q),
+        )
+        for node, choice, likeliest, trials, residual, q in values
+    )  # fmt: skip
+
+
 _ROW: Mapping[str, tuple[str, Callable[[Any], Any]]] = {  # fields of a RowRecord but ``sources``: their keys, and types
     "request": ("q", int), "sample": ("n", int), "row": ("w", int), "start": ("a", int), "tokens": ("t", tuple),
     "parents": ("p", tuple), "confidence": ("c", _floats), "drawn": ("d", bool), "kept": ("k", tuple),
     "verdict": ("v", tuple), "path": ("h", tuple), "gained": ("g", int), "near_ties": ("m", int), "size": ("z", int),
-    "expected": ("e", float), "why": ("y", str), "worth": ("u", _floats),
+    "expected": ("e", float), "why": ("y", str), "worth": ("u", _floats), "p": ("P", _floats), "q": ("Q", _floats),
+    "places": ("i", _places),
 }  # fmt: skip
 
 
@@ -271,7 +290,9 @@ def _cut(texts: list[str], text: str) -> list[str]:
 
 def tokens_of(record: StepRecord) -> set[int]:
     """The tokens that a step's rows name."""
-    return {token for row in record.rows for token in (*row.tokens, *row.verdict)}
+    rows = record.rows
+    likely = {each.token for row in rows for place in row.places for each in (*place.likeliest, *place.residual)}
+    return likely | {token for row in rows for token in (*row.tokens, *row.verdict)}
 
 
 def spelling(tokenizer: Tokenizer) -> Callable[[int], str]:
@@ -304,7 +325,7 @@ def row_line(row: RowRecord) -> dict[str, Any]:
     """A step's row as a trace has it: what a reader would assume is left out."""
     assumed = _assumed(len(row.tokens), len(row.kept), len(row.verdict))
     values = ((key, getattr(row, name), assumed.get(name)) for name, (key, _) in _ROW.items())
-    line = {key: _plain(value) for key, value, usual in values if value != usual}
+    line = {key: _plain(value, 6 if key in "PQi" else 4) for key, value, usual in values if value != usual}
     if row.sources:
         line["o"] = names = list(dict.fromkeys(row.sources))
         if len(names) > 1:
@@ -327,16 +348,16 @@ def _assumed(proposed: int, kept: int, gained: int) -> dict[str, Any]:
     return {
         "sample": 0, "tokens": (), "parents": tuple(range(-1, proposed - 1)), "confidence": (), "drawn": False,
         "kept": tuple(range(proposed)), "path": (), "gained": gained, "near_ties": 0, "size": kept, "expected": None,
-        "why": "", "worth": (),
+        "why": "", "worth": (), "p": (), "q": (), "places": (),
     }  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, digits: int) -> Any:
     """A row's value as JSON has it."""
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(each, digits) for each in value]
     if isinstance(value, float):
-        return number_of(round(value, 4))
+        return number_of(round(value, digits))
     return int(value) if isinstance(value, bool) else value
 
 

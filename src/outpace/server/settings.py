@@ -76,6 +76,9 @@ class ServerSettings:
     max_connections: int = defined(1024, "Connections at once.", _from(1))
     max_connections_each: int = defined(512, "Connections of one address; a proxy is one.", _from(1))
     traces: int = defined(0, "Keep every step of so many last answers, for the page.", _from(0), group="output")
+    trace_probabilities: bool = defined(
+        False, "With --traces: what decided each token, too, at some milliseconds each.", group="output"
+    )
     header_timeout: float = defined(10.0, "Seconds in which a request's head must arrive.", _SECONDS, option=None)
     body_timeout: float = defined(60.0, "Seconds in which its body must.", _SECONDS, option=None)
     write_timeout: float = defined(30.0, "Seconds a reader has to take what was written.", _SECONDS, option=None)
@@ -88,6 +91,8 @@ class ServerSettings:
         if not self.host:
             raise ParameterError(Argument("host", self.host), " is empty: give an address such as 127.0.0.1")
         check(self)
+        if self.trace_probabilities and not self.traces:
+            raise ParameterError(Argument("trace_probabilities"), " is of traces: give ", Argument("traces"), ", too")
         names = [name.strip() for text in self.aliases for name in text.split(",")]
         object.__setattr__(self, "aliases", tuple(dict.fromkeys(names)))
         for key in self.api_keys:

@@ -24,7 +24,7 @@ def page(path: StrPath, *, scripts: Sequence[str] = ()) -> str:
     """The page for the trace at ``path``. ``scripts``: run after the page's own (its tests). Raises ParameterError."""
     name = Path(path).name
     header, others, cut = lines(path)
-    data = _inert({"name": name, "cut": cut, "header": header, "lines": [shown(line) for line in others]})
+    data = inert({"name": name, "cut": cut, "header": header, "lines": [shown(line) for line in others]})
     return _filled(f"{name}: an Outpace trace", data, scripts, "'none'")
 
 
@@ -40,10 +40,11 @@ def pages(paths: Sequence[StrPath]) -> str:
         "  for (const one of frames_)\n"
         "    if (frames_.some((other) => other.contentWindow === event.source) && one.contentWindow !== event.source)\n"
         "      one.contentWindow.postMessage(event.data, '*');\n"
-        "});"
+        "});\n"
+        "addEventListener('load', () => frames_[0].contentWindow.postMessage('lead', '*'));"
     )
-    styles = f"{_hash(style)} {_hash(colours() + _file('page.css'))}"
-    scripts = f"{_hash(_file('page.js'))} {_hash(script)}"
+    styles = f"{hashed(style)} {hashed(colours() + _file('page.css'))}"
+    scripts = f"{hashed(_script())} {hashed(script)}"
     policy = f"default-src 'none'; style-src {styles}; script-src {scripts}; base-uri 'none'"
     names = " and ".join(titles)
     bodies = "".join(
@@ -68,6 +69,11 @@ def colours() -> str:
     return _file("colours.css")
 
 
+def _script() -> str:
+    """The page's script: its functions of what decided tokens, then the page itself."""
+    return _file("decided.js") + _file("page.js")
+
+
 def _file(name: str) -> str:
     """A part of the page, which lies beside this file."""
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
@@ -90,9 +96,9 @@ def shown(line: dict[str, Any]) -> dict[str, Any]:
 
 def _filled(title: str, data: str, scripts: Sequence[str], connect: str) -> str:
     style = colours() + _file("page.css")
-    all_scripts = [_file("page.js"), *scripts]
+    all_scripts = [_script(), *scripts]
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, all_scripts))}; "
+        f"default-src 'none'; style-src {hashed(style)}; script-src {' '.join(map(hashed, all_scripts))}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     parts = {
@@ -115,11 +121,11 @@ def write(path: StrPath, out: StrPath, *others: StrPath, scripts: Sequence[str] 
     write_bytes(Path(out), text.encode())
 
 
-def _inert(value: Any) -> str:
+def inert(value: Any) -> str:
     """JSON in ASCII without ``<``, ``>`` or ``&``: nothing in it can end the element that it stands in."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _hash(text: str) -> str:
+def hashed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,7 +1,5 @@
 // Long because the page is one file on purpose: no framework, no build step, nothing to fetch.
 // Reads the trace (docs/traces.md) that stands in the page as JSON, and draws the answer and the step under the cursor.
-"use strict";
-
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = { draft: 1, target: 0, verify: 2, other: 3 }; // phase -> colour
 const BLOCK = 240; // tokens a block of text, at least: blocks out of sight are not laid out, and long ones slowly
@@ -45,7 +43,7 @@ function readRow(row, line, seconds) {
   return {
     tokens, path, line, seconds,
     parents: row.p || tokens.map((_, i) => i - 1),
-    confidence: (row.c || []).map(Number),
+    confidence: row.c && row.c.some((c) => Number.isFinite(Number(c))) ? row.c.map(Number) : [],
     worth: (row.u || []).map(Number),
     sources: tokens.map((_, i) => names[row.s ? row.s[i] : 0]),
     kept: new Set(row.k || tokens.keys()),
@@ -56,6 +54,7 @@ function readRow(row, line, seconds) {
     expected: row.e === undefined ? null : Number(row.e),
     why: row.y || "",
     start: row.a, row: row.w,
+    p: (row.P || []).map(Number), q: (row.Q || []).map(Number), places: readPlaces(row),
   };
 }
 
@@ -485,8 +484,9 @@ function renderLine(svg, line, { x, y, graph, columns, wide, room, step, trace, 
   const hue = colour(trace, source);
   const committed = kind === "accepted" || kind === "target" || kind === "pending";
   const shape = { class: `node k${hue}${committed ? ` f${hue}` : " hollow"}${kind === "dropped" ? " cut" : ""}` };
-  if (own) draw(group, "rect", { ...shape, x: x - 4.5, y: y - 4.5, width: 9, height: 9 });
-  else draw(group, "circle", { ...shape, cx: x, cy: y, r: 4.5 });
+  const r = radius(step, node);
+  if (own) draw(group, "rect", { ...shape, x: x - r, y: y - r, width: 2 * r, height: 2 * r });
+  else draw(group, "circle", { ...shape, cx: x, cy: y, r });
   const text = id === null ? "the prompt's last token" : spelled(trace, id);
   const look = `mono${committed ? " trunk" : " no"}${kind === "rejected" ? " struck" : ""}`;
   const written = id === null ? "…" : label(text, Math.max(4, Math.floor(room)));
@@ -560,6 +560,7 @@ function renderStep() {
   at("why").textContent = reasons(step, trace);
   renderTree(step);
   renderTime(step);
+  renderDecided(step, trace, answer);
   const faults = step.line.f || [];
   at("faults").hidden = !faults.length;
   at("faults").replaceChildren(...faults.map((fault) => element("li", {}, fault)));
@@ -603,9 +604,9 @@ function chooseAnswer(index) {
   chooseStep(telling(state.answer.steps));
 }
 
-/** The step that shows most: the target agreed with much, and something was rejected, too. */
+/** The step that shows most: something was rejected, and the target agreed with much before. */
 function telling(steps) {
-  const worth = (step) => Math.min(step.path.length, step.gained) + (step.kept.size > step.path.length ? 0.5 : 0);
+  const worth = (step) => Math.min(step.path.length, step.gained) + (closing(step) === "recovered" ? 1e6 : 0);
   return steps.reduce((best, step, i) => (worth(step) > worth(steps[best]) ? i : best), 0);
 }
 
@@ -631,7 +632,9 @@ function chooseStep(index, follow = true) {
 
 /** Beside another trace: the step that wrote the token that the other one shows. */
 function follow(event) {
-  if (event.source !== parent || !state.answer || !Number.isInteger(event.data.token)) return;
+  if (event.source !== parent || !state.answer) return;
+  if (event.data === "lead") chooseStep(state.at); // the first of several: the others show the same token
+  if (!Number.isInteger(event.data.token)) return;
   const token = state.answer.tokens[Math.min(event.data.token, state.answer.tokens.length - 1)];
   state.alone = true; // the others show it already
   if (token) chooseStep(token.step);

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outpace.common.version import __version__
+from outpace.measure import learn as learned
 from outpace.measure.view import colours, empty_page
 from outpace.server.api.route import service_of
 from outpace.server.errors import APIError
@@ -53,6 +54,12 @@ async def steps(request: Request) -> Response:
     return await _file(request, "steps", {"content-security-policy": "frame-ancestors 'self'"})
 
 
+@router.get("/page/learn", response_model=None)
+async def learn(request: Request) -> Response:
+    """The page of ``outpace learn``, with the runs that ship."""
+    return await _file(request, "learn", {"content-security-policy": "frame-ancestors 'none'"})
+
+
 @router.get("/page/{name}", response_model=None)
 async def part(request: Request, name: str) -> Response:
     """A script or a style sheet of the page."""
@@ -77,6 +84,8 @@ def _read(name: str) -> tuple[bytes, str]:
         text = colours()
     elif name == "steps":
         text = empty_page((files / "steps.js").read_text(encoding="utf-8"))
+    elif name == "learn":
+        text = learned.page(learned.recorded())
     else:
         text = (files / name).read_text(encoding="utf-8")
     data = text.encode()

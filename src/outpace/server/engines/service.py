@@ -58,7 +58,7 @@ class Service:
         self._loading: set[asyncio.Timeout] = set()  # of requests that wait for their model
         self._over: asyncio.Event | None = None
         self.draining = self._refusing = False  # nothing new is taken; nothing that has not begun goes on
-        self.traces = Traces(settings.traces) if settings.traces else None
+        self.traces = Traces(settings.traces, settings.trace_probabilities) if settings.traces else None
         self.started = int(time.time())
 
     async def work(self, function: Callable[..., T], *arguments: Any) -> T:

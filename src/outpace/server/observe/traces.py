@@ -93,10 +93,11 @@ class _Answer:
 
 
 class Traces:
-    """The steps of the last ``most`` answers. An answer's are shown to its own API key alone."""
+    """The steps of the last ``most`` answers, with ``probabilities`` what decided their tokens, too. An answer's are
+    shown to its own API key alone."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, probabilities: bool = False) -> None:
+        self._most, self._probabilities = most, probabilities
         self._watches: WeakKeyDictionary[Engine, _Watch] = WeakKeyDictionary()
         self._answers: dict[str, _Answer] = {}
         self._order: deque[str] = deque()
@@ -117,6 +118,7 @@ class Traces:
                 watch.result(result)
 
             engine.on_step, engine.on_result = watch.step, both
+            engine.probabilities = self._probabilities
 
         await serving.ask(begin)
 

@@ -1,0 +1,73 @@
+"""``outpace learn``: speculative decoding explained on real runs, in a page."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+from outpace.cli.command import Command
+from outpace.cli.options import Common, Load
+from outpace.common.parameter import option
+from outpace.errors import Argument, ParameterError
+
+DRAFTERS = ("none", "ngram", "suffix", "recycle", "lookahead", "layers:22", "eagle:demo")
+
+
+def run(
+    common: Common,
+    load: Load,
+    record: Annotated[
+        bool, option("Run everything here, on this machine (about a minute), instead of showing the runs that ship.")
+    ] = False,
+    drafter: Annotated[
+        list[str] | None,
+        option(
+            "With --record: what drafts; repeatable. The last one samples, too.", "--drafter", "-d", group="drafting"
+        ),
+    ] = None,
+    out: Annotated[Path, option("The page to write.", "--out", "-o")] = Path("outpace-learn.html"),
+    data: Annotated[Path | None, option("Write the runs as JSON, too.", metavar="FILE")] = None,
+    no_open: Annotated[bool, option("Do not open the page in a browser.")] = False,
+) -> int:
+    """Explain speculative decoding on real runs: ten chapters, each with something to move.
+
+    Writes one HTML page, which asks for nothing outside itself. With --record, the runs are of this machine and of
+    --model.
+    """
+    from outpace.common.files import check_writable, write_json
+    from outpace.measure.learn import recorded, write
+
+    if not record and (load.model != "demo" or drafter):
+        name = Argument("drafter", drafter[0]) if drafter else Argument("model", load.model)
+        raise ParameterError(name, " is for runs of your own: give --record, too")
+    check_writable(out)
+    if record:
+        from outpace.measure.learn.record import TREE
+        from outpace.measure.learn.record import record as runs_of
+
+        fitting = DRAFTERS if load.model == "demo" else ("none", "ngram", "suffix")
+        names = ["none", *(drafter or fitting[1:])]
+        engines = load.engines(names, prefix_rows=0, size=TREE)
+        try:
+            runs = runs_of(
+                dict(zip(names, engines, strict=True)), lambda text: print(f"recording {text}", file=sys.stderr)
+            )
+        finally:
+            for engine in engines:
+                engine.close()
+    else:
+        runs = recorded()
+    if data is not None:
+        write_json(data, runs)
+    write(out, runs)
+    size = out.stat().st_size
+    if not common.emit({"page": str(out), "bytes": size}):
+        print(f"{out}: {size / 1e3:.0f} kB, open it in a browser")
+        if not no_open and sys.stdout.isatty():
+            webbrowser.open(out.resolve().as_uri())
+    return 0
+
+
+COMMAND = Command("learn", run, "outpace learn\noutpace learn --record -o mine.html")

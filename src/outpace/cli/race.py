@@ -1,0 +1,158 @@
+"""``outpace race``: plain and drafted decoding side by side."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from outpace.cli.command import Command
+from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.cli.terminal import coloured
+from outpace.common.parameter import argument, option
+from outpace.errors import Argument, ParameterError
+
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+
+_SHARE = 0.1  # seconds for which one of them decodes before it is the other's turn
+_LINES = 12  # of each answer that stay in sight
+
+
+@dataclass(slots=True)
+class Lane:
+    """One of the two. ``seconds``: of its own decoding, prefill included."""
+
+    name: str
+    engine: Engine
+    request: int
+    seconds: float = 0.0
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    done: bool = False
+
+    def advance(self, seconds: float) -> None:
+        """Decode for about ``seconds``."""
+        begun = time.perf_counter()
+        while not self.done and time.perf_counter() - begun < seconds:
+            for delta in self.engine.step():
+                self.text += delta.text
+                self.tokens += delta.token_ids
+                if delta.result is not None:
+                    delta.result.raise_for_error()
+                    self.done = True
+            self.steps += 1
+        self.seconds += time.perf_counter() - begun
+
+    @property
+    def speed(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+def run(
+    load: Load,
+    draft: Draft,
+    sampling: Sampling,
+    common: Common,
+    prompt: Annotated[str, argument("What both answer.")] = "Write a Python function that adds two numbers.",
+    raw: Annotated[bool, option("Give the model the text itself, without a chat template.")] = False,
+) -> int:
+    """Let plain and drafted decoding race, live, each in an engine of its own over the same model.
+
+    They take turns of a tenth of a second, so that neither slows the other; a clock runs only in its owner's turn.
+    Exit code 1 if their tokens differ.
+    """
+    from outpace.exact.noise import fresh_seed
+    from outpace.measure.same import require_tokens
+
+    params = sampling.params()
+    params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
+    require_tokens(draft.acceptance, params)
+    if draft.drafter == "none":
+        raise ParameterError(Argument("drafter", "none"), " would race against itself: name another, or leave it out")
+    plain, drafted = load.engines(["none", draft.drafter], prefix_rows=0, size=draft.size, acceptance=draft.acceptance)
+    with plain, drafted:
+        tokens = plain.encode(prompt, raw=raw)
+        lanes = [
+            Lane(name, engine, engine.add(tokens, params))
+            for name, engine in (("plain", plain), (drafted.drafter.name, drafted))
+        ]
+        live = sys.stdout.isatty() and not common.prints_json
+        shown = 0
+        while not all(lane.done for lane in lanes):
+            for lane in lanes:
+                lane.advance(_SHARE)
+            if live:
+                shown = _show(lanes, shown)
+    if live:
+        _show(lanes, shown)
+    first, second = lanes
+    same = first.tokens == second.tokens
+    found: dict[str, Any] = {
+        "identical": same,
+        "faster": first.seconds / second.seconds,
+        "lanes": [
+            {
+                "name": lane.name,
+                "seconds": lane.seconds,
+                "tokens": len(lane.tokens),
+                "steps": lane.steps,
+                "text": lane.text,
+            }
+            for lane in lanes
+        ],
+    }
+    if not common.emit(found):
+        if not live:
+            print("\n".join(_frame(lanes)))
+        ahead, behind = (second, first) if second.seconds <= first.seconds else (first, second)
+        print(
+            f"\n{ahead.name} took {ahead.seconds:.2f} s, {behind.name} {behind.seconds:.2f} s: "
+            f"{behind.seconds / ahead.seconds:.2f} times as long (one run, prefill included; outpace bench measures)"
+        )
+        verdict = (
+            f"identical: {len(first.tokens)} tokens"
+            if same
+            else "the tokens differ: outpace generate --compare says where"
+        )
+        print(coloured(verdict, "bold green" if same else "red"))
+    return 0 if same else 1
+
+
+def _show(lanes: list[Lane], shown: int) -> int:
+    """Draw both over what was drawn last; how many lines that were."""
+    lines = _frame(lanes)
+    sys.stdout.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(lines) + "\n")
+    sys.stdout.flush()
+    return len(lines)
+
+
+def _frame(lanes: list[Lane]) -> list[str]:
+    """Two columns with the last lines of both texts."""
+    wide = max((shutil.get_terminal_size().columns - 3) // 2, 24)
+    columns = [list(_column(lane, wide)) for lane in lanes]
+    tall = max(map(len, columns))
+    return [
+        " | ".join(column[i].ljust(wide) if i < len(column) else " " * wide for column in columns).rstrip()
+        for i in range(tall)
+    ]
+
+
+def _column(lane: Lane, wide: int) -> Iterator[str]:
+    yield f"{lane.name[: wide - 28]}: {len(lane.tokens)} tokens, {lane.seconds:.2f} s, {lane.speed:.0f}/s"[:wide]
+    yield "-" * wide
+    lines = [piece for line in _printable(lane.text).splitlines() for piece in textwrap.wrap(line, wide) or [""]]
+    yield from lines[-_LINES:]
+
+
+def _printable(text: str) -> str:
+    """Without what would move the cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+COMMAND = Command("race", run, "outpace race\noutpace race 'Why is the sky blue?' -d suffix+eagle:demo -n 120")

@@ -1,0 +1,145 @@
+"""A walk through what explains speculative decoding, in Chromium: the page of ``learn``, a trace with probabilities,
+the race. What the page computes itself is compared with identities from the literature and with ``outpace plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace import SamplingParams
+from outpace.measure.learn import page, recorded
+from outpace.measure.plan import expected_tokens
+from outpace.measure.trace import tracing
+from outpace.measure.view import write
+from outpace.models.demo import smollm2
+from tests.integration.test_cli import outpace
+from tests.integration.test_trace_view import BROWSER, needs_browser
+from tests.tracing import REQUESTS, engine
+
+SETTINGS = 300  # random ones
+_MOVE = """() => {
+  const texts = [];
+  for (const input of document.querySelectorAll('input[type="range"]'))
+    for (const value of [input.min, input.max, String((Number(input.min) + Number(input.max)) / 2)]) {
+      input.value = value;
+      input.dispatchEvent(new Event('input'));
+      texts.push(input.closest('section').textContent);
+    }
+  for (const button of document.querySelectorAll('.token, .panel > button')) button.click();
+  return texts.join(' ') + document.querySelector('main').textContent;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+def opened(browser: Any, path: Path, faults: list[str], width: int, scheme: str) -> Any:
+    shown = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    shown.on("pageerror", lambda error: faults.append(str(error)))
+    shown.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    shown.on("request", lambda its: None if its.url.startswith(("file:", "data:")) else faults.append(its.url))
+    shown.goto(path.as_uri())
+    return shown
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (360, "dark")])
+def test_every_chapter_can_be_moved(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    faults: list[str] = []
+    (tmp_path / "learn.html").write_text(page(recorded()), encoding="utf-8")
+    assert (tmp_path / "learn.html").stat().st_size < 300_000
+    shown = opened(browser, tmp_path / "learn.html", faults, width, scheme)
+    assert shown.locator("section").count() == 11  # the race is one more
+    assert shown.locator("section input, section select").count() >= 20
+    moved = shown.evaluate(_MOVE)
+    assert not [word for word in ("undefined", "NaN", "Infinity", "[object", "NOT the same") if word in moved]
+    assert set(shown.locator("#who td:last-child").all_inner_texts()) == {"same"}
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    for details in shown.locator("details").all():
+        details.locator("summary").click()
+    assert "def reject(" in shown.inner_text("#sampling")
+    shown.click("#start")
+    shown.wait_for_function("/^1?[0-9] of/.test(document.querySelector('#race .lanes p').textContent)")
+    assert faults == []
+    shown.close()
+
+
+@needs_browser
+def test_the_page_computes_what_theory_says(browser: Any, tmp_path: Path) -> None:
+    faults: list[str] = []
+    (tmp_path / "learn.html").write_text(page(recorded()), encoding="utf-8")
+    shown = opened(browser, tmp_path / "learn.html", faults, 1100, "light")
+    draw = np.random.default_rng(4)
+    settings = [[draw.dirichlet([0.5] * 3).tolist() for _ in "pq"] for _ in range(SETTINGS)]
+    settings += [[[1, 0, 0], [0, 0.5, 0.5]], [[0.2, 0.3, 0.5]] * 2]
+    script = "(all) => all.map(([p, q]) => [summed(everyWay(p, q), 3), acceptanceOf(p, q)])"
+    for (p, q), (total, accepted) in zip(settings, shown.evaluate(script, settings), strict=True):
+        assert total == pytest.approx(p, abs=1e-12)
+        assert accepted == pytest.approx(1 - np.abs(np.subtract(p, q)).sum() / 2, abs=1e-12)  # 1 - total variation
+    pairs = [(round(a, 2), k) for a in np.linspace(0, 1, 11) for k in (0, 1, 4, 9)]
+    tokens = shown.evaluate("(all) => all.map(([a, k]) => expectedTokens(a, k))", pairs)
+    assert tokens == pytest.approx([expected_tokens(a, k) for a, k in pairs])
+    drawn = shown.evaluate(
+        "() => { const r = randomFrom(1), n = [0, 0, 0]; "
+        "for (let i = 0; i < 20000; i++) n[speculate([.5, .3, .2], [.1, .2, .7], r).token] += 1; return n; }"
+    )
+    assert sum((n - e) ** 2 / e for n, e in zip(drawn, (10000, 6000, 4000), strict=True)) < 20  # chi-square
+    same = shown.evaluate(
+        "() => runs.greedy.steps.filter((step) => step.i && !step.p).map((step) => [prefixOf(drafted(step), "
+        "[-1, ...drafted(step).keys()].map((node) => places(step).get(node).choice)).gained, step.v])"
+    )
+    assert len(same) > 5
+    assert all(found[: len(verdict)] == verdict for found, verdict in same)
+    assert faults == []
+    shown.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_trace_shows_what_decided_and_another_k(browser: Any, tmp_path: Path, acceptance: Any) -> None:
+    faults: list[str] = []
+    with engine(acceptance=acceptance) as made, tracing(made, tmp_path / "run.trace", probabilities=True):
+        for prompt, asked in REQUESTS[1:2]:
+            made.generate_many([prompt], SamplingParams(**{**asked, "max_tokens": 30, "n": 1}))
+    write(tmp_path / "run.trace", tmp_path / "run.html")
+    shown = opened(browser, tmp_path / "run.html", faults, 1300, "light")
+    assert shown.evaluate("closing(state.answer.steps[state.at])") == "recovered"
+    wrong = shown.evaluate(
+        "state.answer.steps.filter((step) => [...Array(step.kept.size + 1).keys()].some((k) => { "
+        "const { tokens, drawn } = gainedWith(step, k); "
+        "const all = k === step.kept.size && (drawn || tokens.length !== step.verdict.length); "
+        "return all || tokens.some((token, i) => token !== step.verdict[i]); })).length"
+    )
+    assert wrong == 0
+    text = shown.inner_text("#decided")
+    assert ("log p plus noise" in text) == (acceptance == "coupled")
+    assert ("min(1, p/q)" in text) == (acceptance == "rejection")
+    assert (
+        shown.evaluate("new Set([...document.querySelectorAll('#tree circle')].map((c) => c.getAttribute('r'))).size")
+        > 1
+    )
+    assert faults == []
+    shown.close()
+
+
+def test_a_race_gives_both_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    smollm2()
+    asked = ("-n", "8", "-T", "0.9", "--seed", "2", "--json")
+    code, out, _ = outpace(capsys, "race", "Count to ten.", "-d", "ngram", *asked)
+    found = json.loads(out)
+    assert code == 0
+    assert found["identical"] is True
+    assert [lane["name"] for lane in found["lanes"]] == ["plain", "ngram"]
+    code, out, _ = outpace(capsys, "generate", "Count to ten.", "-d", "none", *asked)
+    assert found["lanes"][1]["text"] == json.loads(out)["text"]
