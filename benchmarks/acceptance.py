@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
     """Raises OutpaceError."""
     if given.rows < 1:
         raise ParameterError(f"--rows {given.rows} is out of range: give at least 1")
-    check_writable(given.out)
+    check_writable(given.out, "JSON")
     rows = [(f"{path.stem}/{row.id}", row) for path in given.prompts for row in read_prompts(path, given.limit)]
     specs = {name: spec.format(f"{given.method}:{given.drafter}") for name, spec in CONFIGURATIONS.items()}
     options = {"max_rows": given.rows, "prefix_rows": 0, "threads": given.threads, "backend": "native"}

@@ -1,6 +1,6 @@
 """The server of ``benchmarks.soak``: ours, with ``GET /soak``, which says what it holds and checks its engine.
 
-python -m benchmarks.soak_server PORT [DRAFTER]
+python -m benchmarks.soak_server PORT [DRAFTER [CACHE_DIR]]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from outpace.server.engines.runner import Server, bound
 from outpace.server.engines.service import Service
 from outpace.server.settings import ServerSettings
 
+CACHE = 64 << 20  # bytes of KV in CACHE_DIR, which an attack fills
 KV = 32 << 20  # bytes: what eight rows of the soak's longest answers need and more, so that it is full at times
 
 
@@ -50,11 +51,16 @@ async def state(service: Service, serving: AsyncEngine) -> dict[str, Any]:
     }
 
 
-async def serve(port: int, drafter: str) -> None:
+async def serve(port: int, drafter: str, cache: str | None = None) -> None:
     allocator.few_arenas()
     settings = ServerSettings(port=port, drain=20.0)
     with bound(settings) as listener:
-        serving = AsyncEngine(Engine.load("demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV))
+        size = CACHE if cache else None
+        serving = AsyncEngine(
+            Engine.load(
+                "demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV, cache_dir=cache, cache_size=size
+            )
+        )
         service = Service(SingleModel("demo", serving), settings, fingerprint=lambda engine: system_fingerprint(engine))
         server = Server(service, listener)
 
@@ -67,4 +73,4 @@ async def serve(port: int, drafter: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "auto"))
+    asyncio.run(serve(int(sys.argv[1]), *(sys.argv[2:] or ["auto"])))

@@ -184,7 +184,8 @@ def clients() -> str:
     kinds = ("chat", "stream", "tool", "structured", "whole task")
     rows = []
     for name, row in sorted(found.items(), key=lambda each: ("whole task" in each[1]["did"], each[0].lower())):
-        done = ("yes" if kind in row["did"] else "" for kind in kinds)
+        without = row.get("without", ())
+        done = ("yes" if kind in row["did"] else "has no such thing" if kind in without else "" for kind in kinds)
         rows.append((name, _code(row["package"]), row["version"], *done))
     head = ("client", "package", "version", "chats", "streams", "calls a tool", "structured answer", "whole task")
     return _rows(head, rows)

@@ -132,8 +132,11 @@ def test_generate_holds_the_answer_to_a_grammar(capsys: pytest.CaptureFixture[st
     code, out, _ = outpace(capsys, "generate", "Yes or no?", "--regex", "(yes|no), sir")
     assert code == 0
     assert out in ("yes, sir\n", "no, sir\n")
+    outside = tmp_path / "outside.json"
+    outside.write_text('{"$ref": "b.json"}')
     for args, says in (
         (("--regex", "("), "unclosed group"),
+        (("--json-schema", str(outside)), "b.json leads to another document"),
         (("--json-schema", str(tmp_path / "gone")), "cannot be read"),
         (("--json-object", "--regex", "a"), "exclude one another"),
     ):
@@ -672,6 +675,27 @@ def test_bad_input_is_one_line_with_a_remedy(capsys: pytest.CaptureFixture[str],
     assert err.startswith("outpace: ")
     assert err.count("\n") == 1
     assert expected.lower() in err.lower()
+
+
+@pytest.mark.parametrize("precious", ["# Notes\n", "[a](b)\n"])
+def test_a_file_of_another_kind_is_not_written_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, precious: str
+) -> None:
+    for name, kind, args in (
+        ("notes.md", "JSON", ("generate", "hi", "--json", "FILE")),
+        ("notes.md", "JSON", ("cache", "--json", "FILE")),
+        ("notes.md", "JSON lines", ("generate", "hi", "--trace", "FILE")),
+        ("notes.md", "JSON lines", ("datastore", "answers", "--prompts", "FILE", "FILE")),
+        ("run.trace", "HTML", ("trace", "view", "FILE", "--out", "FILE")),
+        ("notes.md", "HTML", ("report", "FILE", "--out", "FILE")),
+        ("a-dark.svg", "SVG", ("report", "FILE", "--out", tmp_path / "new.html", "--chart", tmp_path / "a")),
+    ):
+        file = tmp_path / name
+        file.write_text(precious)
+        code, _, err = outpace(capsys, *(file if arg == "FILE" else arg for arg in args))
+        assert code == 2
+        assert err.startswith(f"outpace: {file} is there already, and is no {kind}: give another name")
+        assert file.read_text() == precious
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,13 @@ def skip(package: str, script: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Client:
-    """A ``package`` of an ``environment`` of scripts/clients; of "npm" where it runs in Node."""
+    """A ``package`` of an ``environment`` of scripts/clients; of "npm" where it runs in Node. ``without``: what it has
+    no way to do, such as to run tools and send their results back."""
 
     name: str
     environment: str
     package: str
+    without: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:

@@ -38,6 +38,18 @@ _BRACES = (
     "{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"
 )  # fmt: skip
 
+_KIND = (
+    "{% macro kind(v) %}{{ 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number else "
+    "'string' if v is string else 'object' if v is mapping else 'array' }}{% endmacro %}"
+)
+_XML = (
+    "{%- macro xml(v) -%}{%- if v is mapping -%}{%- for k, x in v | items if x is not none -%}"
+    "]<]minimax[>[<{{ k }}>{{ xml(x) }}]<]minimax[>[</{{ k }}>{%- endfor -%}"
+    "{%- elif v is sequence and v is not string -%}"
+    "{%- for x in v -%}]<]minimax[>[<item>{{ xml(x) }}]<]minimax[>[</item>{%- endfor -%}"
+    "{%- else -%}{{ v | tojson if v is boolean else v }}{%- endif -%}{%- endmacro -%}"
+)
+
 PUBLISHED = {
     "qwen3-coder": template(
         each("<tool_call>\n<function={{ f.name }}>\n" + tags("<parameter=", ">\n", "\n</parameter>\n")
@@ -103,11 +115,33 @@ PUBLISHED = {
         each("<|tool_call>call:{{ f.name }}{{ w(f.arguments) }}<tool_call|>"),
         turn="<|turn>", end="<turn|>", thoughts="<|channel>thought\n{{ m.reasoning_content }}\n<channel|>",
     ),
-    "kimi-k2": template(
+    "kimi-k2": "{% set q = namespace(ids=[]) %}" + template(  # whose list of ids grows
         "<|tool_calls_section_begin|>"
-        + each("<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>" + _ANY
-               + "<|tool_call_end|>")
+        + each("{% set _ = q.ids.append(c.id) %}<|tool_call_begin|>functions.{{ f.name }}:{{ q.ids | length - 1 }}"
+               "<|tool_call_argument_begin|>" + _ANY + "<|tool_call_end|>")
         + "<|tool_calls_section_end|>"
+    ),
+    "kimi-k3": template(
+        "<|open|>tools<|sep|>"
+        + each('<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+               + tags('<|open|>argument key="', '" type="{{ kind(v) }}"<|sep|>', "<|close|>argument<|sep|>")
+               + "<|close|>call<|sep|>")
+        + "<|close|>tools<|sep|>",
+        end="<|close|>message<|sep|>", thoughts="<|open|>think<|sep|>{{ m.reasoning_content }}<|close|>think<|sep|>",
+    ).replace("{{ m.content or '' }}", "<|open|>response<|sep|>{{ m.content or '' }}<|close|>response<|sep|>")
+    .replace("{% if tools %}", _KIND + "{% if tools %}", 1),
+    "minimax-m3": _XML + template(
+        "]<]minimax[>[<tool_call>\n"
+        + each(']<]minimax[>[<invoke name="{{ f.name }}">{{ xml(f.arguments) }}]<]minimax[>[</invoke>\n')
+        + "]<]minimax[>[</tool_call>",
+        turn="]~b]", end="[e~[", thoughts="<mm:think>{{ m.reasoning_content }}</mm:think>",
+    ),
+    "minicpm5": template(
+        each('<function name="{{ f.name }}">'
+             "{% for k, v in f.arguments | items %}<param name=\"{{ k }}\">"
+             "{% if v is string and ('<' in v or '&' in v or '\n' in v) %}{{ '<![CDATA[' + v + ']]>' }}"
+             "{% else %}{{ v if v is string else v | tojson }}{% endif %}</param>{% endfor %}</function>", "\\n"),
+        thoughts=_THINK,
     ),
     "granite-4": template(
         each('<tool_call>\n{"name": "{{ f.name }}", "arguments": ' + _ANY + "}\n</tool_call>", "\\n"),
@@ -134,3 +168,24 @@ GPT_OSS = (
     "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant"
     "{% if tools %}{% endif %}"
 )
+
+# Which write one call, ask for more than others, or have no place for tools or for a system's message.
+GIGACHAT3 = template(
+    '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "{{ m.tool_calls[0].function.name }}", "arguments": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}", turn="", end="<|message_sep|>\n\n",
+).replace("{{ m.role }}\n", "{{ m.role }}<|role_sep|>\n").replace("assistant\n", "assistant<|role_sep|>\n")  # fmt: skip
+_ACTION = '{"tool_name": "{{ f.name }}", "parameters": ' + _ANY + "}"
+COMMAND_R_PLUS = (
+    template("\nAction:\n```json\n[\n" + each(_ACTION, ",\\n") + "\n]```", end="<|END_OF_TURN_TOKEN|>").replace(
+        "{{ tools | tojson }}",
+        "{% for t in tools %}{% for k, v in t.function.parameters.properties | items %}"
+        "{{ k + v.description }}{% endfor %}{% endfor %}",
+    )
+    + "{% if not add_generation_prompt %}Write 'Action:' and what you do.{% endif %}"
+)
+FIREFUNCTION = template(
+    " functools[" + each('{"name": "{{ f.name }}", "arguments": ' + _ANY + "}", ", ") + "]"
+).replace("{% if tools %}{{ tools | tojson }}{% endif %}", "{{ functions + datetime }}")
+LLAMA_CPP_R1 = PUBLISHED["deepseek-v3.1"].replace("tools | tojson", "tools | map(attribute='function') | tojson")
+PHI35 = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n"
+GEMMA2 = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PHI35

@@ -22,7 +22,7 @@ def table() -> dict[str, dict[str, Any]]:
 def recorded(client: Client, did: list[str]) -> None:
     """Assert that the table says what ``client`` did, or have it say so."""
     rows = table()
-    row = {"package": client.package, "version": client.version, "did": did}
+    row = {"package": client.package, "version": client.version, "did": did, "without": list(client.without)}
     if os.environ.get("OUTPACE_CLIENTS") == "write":
         text = json.dumps({**rows, client.name: row}, indent=1, sort_keys=True)
         FILE.write_text(text + "\n", encoding="utf-8")

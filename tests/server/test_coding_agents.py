@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,6 +83,17 @@ def qwen(url: str, note: str) -> Agent:
         [call("read_file", file_path=note), call("edit", file_path=note, old_string="red", new_string="blue")],
         {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "demo"},
     )
+
+
+def test_the_docs_start_agents_as_these_tests_do() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines, url = page.split("```")[1], "http://127.0.0.1:8000"
+    assert shlex.join(["codex", *codex(url, "").options[1:7]]) in lines
+    for agent, names in (
+        (claude(url, ""), ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN")),
+        (qwen(url, ""), ("OPENAI_BASE_URL", "OPENAI_API_KEY")),
+    ):
+        assert " ".join(f"{name}={agent.environment[name]}" for name in names) in lines
 
 
 class Refused(Observer):

@@ -54,10 +54,12 @@ def test_who_does_not_ask_is_let_go(few: Running, sent: bytes, answers: list[int
     assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", found)] == answers
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_half_closed_connection_gets_its_answer(few: Running, stream: bool) -> None:
+def test_a_half_closed_connection_gets_its_answer(few: Running, stream: bool, version: bytes) -> None:
     with connect(few) as connection:
-        connection.sendall(_request({**ENDLESS, "max_tokens": 300, "stream": stream}))
+        asked = _request({**ENDLESS, "max_tokens": 300, "stream": stream})
+        connection.sendall(asked.replace(b"HTTP/1.1", b"HTTP/" + version))
         connection.shutdown(socket.SHUT_WR)
         response = http.client.HTTPResponse(connection)
         response.begin()  # past interim answers, as a client reads them

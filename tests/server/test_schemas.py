@@ -212,3 +212,31 @@ def test_what_is_not_enforced_of_a_schema_is_said(
     note = next((note for note in notes if "JSON schema" in note), "")
     assert bool(note) == bool(said)
     assert all(word in note for word in said)
+
+
+OUTSIDE = {"properties": {"a": {"$ref": "https://a.b/c.json"}}}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+FORMAT = {"type": "json_schema", "schema": OUTSIDE}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": OUTSIDE},
+        }}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": OUTSIDE}}
+        ]}),
+        ("/v1/completions", {"prompt": "Hi", "guided_json": OUTSIDE}),
+        ("/v1/responses", {"input": "Hi", "text": {"format": {"name": "x", **FORMAT}}}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9, "output_config": {"format": FORMAT}}),
+        ("/completion", {"prompt": "Hi", "json_schema": OUTSIDE}),
+        ("/api/chat", {"model": "demo", "messages": MESSAGES, "format": OUTSIDE}),
+    ],
+)  # fmt: skip
+def test_a_reference_to_another_document_is_refused_by_name(demo: Running, path: str, body: dict[str, Any]) -> None:
+    answer = demo.post(path, body)
+    assert answer.status_code == 400
+    assert "https://a.b/c.json leads to another document" in answer.text
+    assert "$defs" in answer.text

@@ -74,7 +74,7 @@ def test_an_attack_breaks_nothing(tmp_path: Path) -> None:
     found = attack.attack(10, 4, tmp_path / "log", lambda line: None)
     assert found["failures"] == []
     assert {leak for leak in found["leaks"] if not leak.startswith("memory")} == set()
-    assert set(found["counts"]) >= {"worst", "half", "crumbs", "prepared", "documented", "sequences"}
+    assert set(found["counts"]) >= {"worst", "half", "crumbs", "prepared", "documented", "sequences", "routes"}
     assert found["health"]["asked"] > 0
 
 

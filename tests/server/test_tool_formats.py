@@ -26,7 +26,17 @@ from outpace.text.chat_template import ChatTemplate
 from outpace.text.grammar import Grammar, Grammars
 from outpace.text.tokenizer import Tokenizer
 from tests.server.formats import Read, read
-from tests.server.published import GPT_OSS, LFM2, PUBLISHED
+from tests.server.published import (
+    COMMAND_R_PLUS,
+    FIREFUNCTION,
+    GEMMA2,
+    GIGACHAT3,
+    GPT_OSS,
+    LFM2,
+    LLAMA_CPP_R1,
+    PHI35,
+    PUBLISHED,
+)
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -84,7 +94,8 @@ def answer(template: str, calls: list[tuple[str, dict[str, Any]]], **more: Any) 
     text = compiled(template).render(talk.messages, tools=talk.tools, add_generation_prompt=False)
     assert text.startswith(prompt)
     ends = [at for end in ("<|im_end|>", "[e~[", "<turn|>", "</s>", "<｜end▁of▁sentence｜>", "<|end_of_text|>",
-                           "<|eom_id|>") if (at := text.rfind(end)) > len(prompt)]  # fmt: skip
+                           "<|eom_id|>", "<|close|>message<|sep|>", "<|message_sep|>",
+                           "<|END_OF_TURN_TOKEN|>", "<|end|>") if (at := text.rfind(end)) > len(prompt)]  # fmt: skip
     return text[len(prompt) : max(ends)]
 
 
@@ -105,6 +116,10 @@ def test_calls_that_a_template_renders_come_back(name: str) -> None:
             return  # which nobody could tell from the end
         if '<|"|>' in text and any('<|"|>' in str(its) for _, its in calls):
             return
+        if name == "minimax-m3" and any(
+            value is None or isinstance(value, str) for _, its in calls for value in its.get("more", {}).values()
+        ):
+            return  # whose tags say nothing of types, and none of null
         whole = read(reader(template), [text])
         assert values(whole) == calls
         assert not whole.text.strip()
@@ -169,7 +184,10 @@ def allows() -> Callable[[str | None, str], bool]:
     return allowed
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("mistral-nemo", "command-r7b")])  # ids
+UNBOUND = ("mistral-nemo", "command-r7b", "kimi-k3")  # ids; and what has words only within marks
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in UNBOUND])
 def test_a_grammar_forces_what_the_template_renders(name: str, allows: Callable[[str | None, str], bool]) -> None:
     template = PUBLISHED[name]
     calls = form(template).calls
@@ -184,6 +202,57 @@ def test_a_grammar_forces_what_the_template_renders(name: str, allows: Callable[
     for text in ("Words.", f"Words.\n{one}"):
         assert allows(tool_grammar(calls, strict, "auto"), text)
     assert not allows(tool_grammar(calls, strict, "auto"), one.replace("3", "x"))
+
+
+def test_words_and_calls_of_kimi_k3_stand_within_marks(allows: Callable[[str | None, str], bool]) -> None:
+    template = PUBLISHED["kimi-k3"]
+    found = form(template).calls
+    text = answer(template, [BASH])
+    words = "<|open|>response<|sep|>Words.<|close|>response<|sep|>"
+    assert text.startswith("<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>")
+    grammar = tool_grammar(found, TOOLS, "required")
+    assert allows(grammar, text)
+    assert not any(allows(grammar, wrong) for wrong in (words, text.replace('"number"', '"string"'), "Words."))
+    strict = checked([Tool.model_validate({"type": "function", "function": {**TOOLS[0]["function"], "strict": True}})])
+    assert all(allows(tool_grammar(found, strict, "auto"), each) for each in (words, text))
+    for parts in ([words], list(words)):
+        assert read(reader(template), parts) == Read("Words.")
+    assert thoughts_end(template, "") == ("<|close|>think<|sep|>", "<|open|>response<|sep|>")
+
+
+def test_tags_within_tags_are_bound_by_their_schema(allows: Callable[[str | None, str], bool]) -> None:
+    """MiniMax M3's objects and lists; read without a schema, tags alone say what is a list."""
+    template = PUBLISHED["minimax-m3"]
+    step = {"type": "object", "properties": {"file": {"type": "string"}, "line": {"type": "integer"}},
+            "required": ["file"]}  # fmt: skip
+    schema = {"type": "object", "properties": {"steps": {"type": "array", "items": step}}, "required": ["steps"]}
+    tools = checked([Tool.model_validate({"type": "function", "function": {"name": "bash", "parameters": schema}})])
+    arguments = {"steps": [{"file": "a<b>", "line": 3}, {"file": "12"}]}
+    text = answer(template, [("bash", arguments)])
+    grammar = tool_grammar(form(template).calls, tools, "required")
+    assert allows(grammar, text)
+    assert not allows(grammar, text.replace("<line>3", "<line>x"))
+    for schemas, read_as in (({"bash": schema}, "12"), (None, 12)):
+        parser = parser_for(template, tools=True, reasoning=True, tool_id=str, schemas=schemas)
+        arguments["steps"][1]["file"] = read_as  # type: ignore[index]
+        assert values(read(parser, list(text))) == [("bash", arguments)]
+
+
+@pytest.mark.parametrize("template", [GIGACHAT3, COMMAND_R_PLUS, FIREFUNCTION, LLAMA_CPP_R1, PHI35, GEMMA2])
+def test_templates_that_ask_for_more_than_others(template: str) -> None:
+    """Arguments' descriptions, tools as text, Jinja's own lists; or that have no place for tools, or for a system."""
+    found = form(template)
+    calls = [BASH, ("read_file", {"command": "f"})][: 1 if found.calls is not None and found.calls.single else 2]
+    text = answer(template, calls)
+    for parts in ([text], list(text)):
+        whole = read(reader(template), parts)
+        assert (values(whole), whole.text.strip()) == (calls, "")
+    system = [Message(role="system", content="Be kind."), Message.model_validate(QUESTION)]
+    for tools in ([], TOOLS):
+        talk = conversation(system, template, tools)
+        prompt = compiled(template).render(talk.messages, tools=talk.tools)
+        assert "Be kind." in prompt
+        assert not tools or "read_file" in prompt or template is COMMAND_R_PLUS
 
 
 def test_values_between_tags_get_the_types_of_their_schema() -> None:

@@ -68,8 +68,8 @@ def answers(
     if concurrency < 1:
         raise ParameterError(f"--concurrency {concurrency} is out of range: give at least 1")
     params = SamplingParams(max_tokens=max_tokens)
+    check_writable(out, "JSON lines")
     rows = read_prompts(prompts, limit)
-    check_writable(out)
     with load.engine("auto", max_rows=concurrency) as engine, progress("prompts", len(rows)) as advance:
         count = write_answers(engine, rows, out, params, concurrency, advance, _say)
     print(f"{out}: {count} answers")

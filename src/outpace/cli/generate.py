@@ -83,7 +83,7 @@ def run(
     if trace is not None:
         from outpace.common.files import check_writable
 
-        check_writable(trace)
+        check_writable(trace, "JSON lines")
     reused = 0 if compare else None  # a prefix that is found again would favour whoever comes second
     with (
         load.engine(draft.drafter, size=draft.size, acceptance=draft.acceptance, prefix_rows=reused) as engine,

@@ -40,7 +40,7 @@ class Common:
 
     def __post_init__(self) -> None:
         if self.json is not None and not self.prints_json:
-            check_writable(self.json)
+            check_writable(self.json, "JSON")
 
     @property
     def prints_json(self) -> bool:

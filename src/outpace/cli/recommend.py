@@ -68,7 +68,7 @@ def run(
     if every and not measure:
         raise ParameterError("--every needs --measure: give both")
     if html is not None:
-        check_writable(html)
+        check_writable(html, "HTML")
     rows = read_prompts(prompts, limit or -(-_FEWEST // readers) * readers)
     if len(rows) < readers:
         raise ParameterError(f"--readers {readers} needs as many prompts, and there are {len(rows)}: give more")

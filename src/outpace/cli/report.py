@@ -30,7 +30,10 @@ def run(
     from outpace.measure.page import bars, write
     from outpace.measure.report import DETAILS, fastest, read, sections
 
-    check_writable(out)
+    check_writable(out, "HTML")
+    themes = () if chart is None else tuple(chart.with_name(f"{chart.name}-{theme}.svg") for theme in ("light", "dark"))
+    for picture in themes:
+        check_writable(picture, "SVG")
     found = [read(path) for path in results]
     write(out, "Outpace, measured", sections(found))
     written = [out]
@@ -38,10 +41,10 @@ def run(
         drawn = next((result for result in found if "table" in result.value), None)
         if drawn is None:
             raise ParameterError("--chart draws what peers measured: give that file, too")
-        for theme in ("light", "dark"):
-            written.append(chart.with_name(f"{chart.name}-{theme}.svg"))
-            picture = bars(fastest(drawn.value), _COUNTS, f"{drawn.about}. {drawn.machine}, {drawn.day}", theme)
-            write_bytes(written[-1], picture.encode())
+        for theme, path in zip(("light", "dark"), themes, strict=True):
+            drawing = bars(fastest(drawn.value), _COUNTS, f"{drawn.about}. {drawn.machine}, {drawn.day}", theme)
+            write_bytes(path, drawing.encode())
+        written += themes
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         for result in found:

@@ -56,7 +56,7 @@ def view(
     from outpace.measure.view import write
 
     out = file.with_suffix(".html") if out is None else out
-    check_writable(out)
+    check_writable(out, "HTML")
     write(file, out, *(beside or ()))
     size = out.stat().st_size
     if not common.emit({"page": str(out), "bytes": size}):

@@ -23,11 +23,34 @@ SPARE = 1 << 30  # bytes of the disk that folders which grow by themselves leave
 _ABANDONED = 3600.0  # seconds after which a half-written file has lost its writer
 
 
-def check_writable(path: Path) -> None:
-    """Raise ParameterError now if ``path`` could not be written later."""
+_BEGINS = {
+    "HTML": (b"<!doctype html",),
+    "PNG": (b"\x89PNG",),
+    "SVG": (b"<?xml", b"<svg"),
+}  # in small letters, where text
+
+
+def check_writable(path: Path, kind: str) -> None:
+    """Raise ParameterError now if ``path`` could not be written later, or is a file that is none of ``kind`` ("JSON",
+    "JSON lines", "HTML", "PNG", "SVG"), which would be lost."""
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ParameterError(f"{path} cannot be written: give a file in a folder that exists and is writable")
+    if path.is_file() and path.stat().st_size and not _is(path, kind):
+        raise ParameterError(
+            f"{path} is there already, and is no {kind}: give another name, or delete that file if nobody needs it"
+        )
+
+
+def _is(path: Path, kind: str) -> bool:
+    try:
+        with path.open("rb") as file:
+            if kind in _BEGINS:
+                head = file.read(256).lstrip()
+                return head.startswith(_BEGINS[kind]) or head.lower().startswith(_BEGINS[kind])
+            return isinstance(json.loads(file.readline() if kind == "JSON lines" else file.read()), (dict, list))
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 @contextmanager

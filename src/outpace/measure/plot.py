@@ -25,7 +25,7 @@ def check(path: StrPath) -> None:
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ParameterError(f"{path} is neither a .png nor an .svg: give the picture a name that ends so")
-    check_writable(path)
+    check_writable(path, path.suffix[1:].upper())
     if find_spec("matplotlib") is None:
         raise MissingExtraError(f"a plot needs matplotlib: {install('outpace[plot]')}")
 

@@ -80,7 +80,7 @@ class TraceWriter:
 
     def __init__(self, path: StrPath, engine: Engine, load: LoadOptions | None = None) -> None:
         self.path, self._engine, self._tokenizer = Path(path), engine, engine.tokenizer
-        check_writable(self.path)
+        check_writable(self.path, "JSON lines")
         self._spell = None if engine.tokenizer is None else spelling(engine.tokenizer)
         self._requests: dict[int, Request] = {}
         self._outputs: dict[tuple[int, int], tuple[int, ...]] = {}

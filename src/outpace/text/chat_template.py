@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from datetime import datetime
 from typing import Any
 
@@ -41,6 +42,10 @@ class ChatTemplates:
         return template.render(messages, **variables)
 
 
+class _Given(list[dict[str, Any]]):
+    """Messages, which no template changes."""
+
+
 class ChatTemplate:
     """A chat template. ``tokens`` are the variables such as ``bos_token`` that it may use."""
 
@@ -48,6 +53,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens)
         self._compiled: Any = None
+        self._names: frozenset[str] = frozenset()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -60,10 +66,15 @@ class ChatTemplate:
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self.source)
+                self._names = variables_of(self.source)
             arguments = {**self._tokens, "tools": None, "documents": None, **variables}
-            text: str = self._compiled.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **arguments
-            )
+            if takes_functions(self._names):
+                listed = json.dumps(variables.get("tools") or [], ensure_ascii=False, indent=4)
+                arguments = {"functions": listed, "datetime": f"{datetime.now():%Y-%m-%d %H:%M:%S}", **arguments}
+            arguments = {"messages": _Given(dict(m) for m in messages), **arguments}
+            if "append" in self.source or "pop" in self.source:  # a list of the caller's, too
+                arguments = deepcopy(arguments)
+            text: str = self._compiled.render(arguments, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is foreign code: it can raise anything
             reason = str(error) or type(error).__name__
             raise ParameterError(
@@ -84,6 +95,11 @@ def variables_of(source: str) -> frozenset[str]:
         return frozenset()
 
 
+def takes_functions(names: frozenset[str]) -> bool:
+    """Whether a template reads tools as JSON text, in a variable ``functions`` (Firefunction's)."""
+    return "functions" in names and "tools" not in names
+
+
 def _check(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise ParameterError("the conversation is empty: give at least one message")
@@ -97,6 +113,12 @@ def _environment() -> Any:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
+        """In which lists grow and shrink: Kimi K2's template keeps a queue of ids."""
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     class Generation(Extension):  # type: ignore[misc]
         """``{% generation %}`` marks the assistant's words for training; here its body is all that counts."""
@@ -115,14 +137,20 @@ def _environment() -> Any:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=listed
+        )
+
+    def listed(value: Any) -> list[Any]:
+        """What Jinja's own filters give, such as ``map``."""
+        if isinstance(value, Iterable):
+            return list(value)
+        raise TypeError(f"{type(value).__name__} is not JSON")
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

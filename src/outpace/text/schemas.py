@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urldefrag, urljoin
 
 from outpace.errors import GrammarError
 
@@ -17,6 +18,7 @@ BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternPropert
 _NAMING = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _TEXTS = ("pattern", "format", "$ref")
+_KNOWN = ("http://json-schema.org/", "https://json-schema.org/")  # whose own schemas llguidance has
 _DECIDING = ("additionalProperties", "unevaluatedProperties")
 
 
@@ -95,9 +97,10 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def check(schema: Any) -> None:
     """Raise GrammarError, which names the keyword, for values of keywords that are of a wrong type, and for a ``$ref``
-    that leads back to itself or to nothing. A null is no value."""
+    that leads back to itself, to nothing, or to another document. A null is no value."""
     waiting, seen, led = [schema], set[int](), set[int]()
-    lost, based = "", False  # a ``$id`` moves what pointers are relative to
+    lost = ""
+    bases, outside = [""], list[str]()  # a ``$id`` moves what pointers are relative to
     while waiting:
         node = waiting.pop()
         if not isinstance(node, dict) or id(node) in seen:
@@ -107,7 +110,11 @@ def check(schema: Any) -> None:
             if value is not None and (wanted := _wrong(word, value)):
                 raise GrammarError(f"the JSON schema's {word} is {str(value)[:80]}: give {wanted}")
             waiting += _children(word, value, schema)
-        pointer, based = node.get("$ref"), based or "$id" in node
+        pointer, base = node.get("$ref"), node.get("$id")
+        if isinstance(base, str):
+            bases.append(_absolute(bases[-1], base))
+        if isinstance(pointer, str) and not pointer.startswith(("#", *_KNOWN)):
+            outside.append(pointer)
         if isinstance(pointer, str) and pointer.startswith("#/") and referred(pointer, schema) is None:
             lost = lost or pointer
         way = set[int]()
@@ -117,8 +124,22 @@ def check(schema: Any) -> None:
             way.add(id(node))
             node = referred(node["$ref"], schema)
         led |= way
-    if lost and not based:
+    for pointer in outside:
+        if not {_absolute(base, pointer) for base in bases} & {*bases[1:]}:
+            raise GrammarError(
+                f"the JSON schema's $ref {pointer[:80]} leads to another document, and none is fetched: put what it "
+                "names under $defs, and refer to it as #/$defs/NAME"
+            )
+    if lost and len(bases) == 1:
         raise GrammarError(f"the JSON schema's $ref {lost[:80]} leads to nothing: define it there, under $defs say")
+
+
+def _absolute(base: str, pointer: str) -> str:
+    """The document that ``pointer`` names beside ``base``."""
+    try:
+        return urldefrag(urljoin(base, pointer)).url
+    except ValueError:  # no address
+        return pointer
 
 
 def _wrong(word: str, value: Any) -> str:

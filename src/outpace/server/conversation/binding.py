@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outpace.errors import Argument, GrammarError, ParameterError
-from outpace.server.conversation.spelling import WILD, Spelling
+from outpace.server.conversation.spelling import CDATA, KEY, WILD, Spelling
 from outpace.server.conversation.tools import ToolChoice, choice_name
-from outpace.server.conversation.values import Types, types_of
+from outpace.server.conversation.values import ITEM, Types, types_of
 from outpace.text.expressed import expressed, without_look_around
 from outpace.text.schemas import check, closed, resolved
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 _ID = "/[a-zA-Z0-9]{1,9}/"
 _PLAIN = r"/(.|\n)*/"
+DEEPEST = 4  # lists and objects in tags whose contents a grammar binds
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 Literal = Callable[[str], str]
@@ -78,6 +79,12 @@ def _start(spelling: Spelling, forced: bool, several: bool, part: bool, literal:
     between = _wild(spelling.between + spelling.opening, literal)
     again = f" ({between} call)*" if several else ""
     calls = f"{rest} call{again} {literal(spelling.tail)}"
+    if spelling.frame:  # the first mark may end the prompt
+        first, begin = literal(trigger), literal(spelling.frame[0])
+        opened = f"({begin})?" if begin != quoted(spelling.frame[0]) else ""  # words may begin with it where it is text
+        begins = f"start: {opened} words " + (f"{first} {calls}" if forced or part else f"({first} {calls})?")
+        other = f" | {opened} @part" if part and not forced else ""
+        return [begins + other, *_free("words", spelling.frame[1], literal)]
     if forced or part:
         other = f" | {literal(spelling.answer)} @part"
         return [f"start: {literal(trigger)} {calls}" + ("" if forced else other)]
@@ -142,11 +149,9 @@ class _Arguments:
         types, tags = types_of(schema, self._schema, self._types), spelling.tags
         if tags is not None:
             plain = not types or "string" in types
-            middle = tags.middle.replace(WILD, (tags.flags or ("", ""))[0 if plain else 1])
-            opening, end = tags.opening + key + middle + "\n" * tags.line, "\n" * tags.line + tags.closing
-            if plain:
-                return opening, self._text(rule, end, schema)
-            return opening, [f"{rule}: {self._json(schema)} {literal(end)}"]
+            middle = tags.middle.replace(WILD, tags.flag("string" if plain else min(types)))
+            end = "\n" * tags.line + tags.closing.replace(KEY, key)
+            return tags.opening + key + middle + "\n" * tags.line, self._tagged(rule, end, schema, DEEPEST)
         if spelling.kind == "python":
             return f"{key}=", [f"{rule}: {self._json(schema)}"]
         if types == {"string"}:
@@ -154,6 +159,37 @@ class _Arguments:
         if types and types <= _SCALARS:
             return f"{key}:", [f"{rule}: {self._json(schema)}"]
         return f"{key}:", _braces(rule, spelling.quote, literal)
+
+    def _tagged(self, rule: str, end: str, schema: Any, depth: int) -> list[str]:
+        """A value and the ``end`` of its tag: text, JSON, or tags again, in lists and objects ``depth`` deep (deeper
+        ones are any text)."""
+        tags, literal = self._spelling.tags, self._literal
+        assert tags is not None
+        types = types_of(schema, self._schema, self._types)
+        if not types or "string" in types:
+            if not tags.cdata or self._listed(schema):
+                return self._text(rule, end, schema)
+            begin, close = CDATA
+            inner = _free(f"{rule}_cdata", close + end, literal)
+            return [f"{rule}: /[^<&\\n]*/ {literal(end)} | {literal(begin)} {rule}_cdata", *inner]
+        if KEY not in tags.closing or not types & {"array", "object"}:
+            return [f"{rule}: {self._json(schema)} {literal(end)}"]
+        schema = resolved(schema, self._schema)
+        items, properties = schema.get("items"), schema.get("properties")
+        if depth and types == {"array"} and isinstance(items, dict):
+            parts, many = {ITEM: items}, "*"
+        elif depth and types == {"object"} and isinstance(properties, dict) and properties:
+            parts, many = properties, "?"
+        else:
+            return _free(rule, end, literal)
+        required = set(schema.get("required") or ()) if many == "?" else set()
+        names = {name: f"{rule}_n{i}" for i, name in enumerate(parts)}
+        opened = {name: f"({literal(f'{tags.opening}{name}>')} {names[name]})" for name in parts}
+        each = " ".join(opened[name] + ("" if name in required else many) for name in parts)
+        rules = [f"{rule}: {each} {literal(end)}"]
+        for name, part in parts.items():
+            rules += self._tagged(names[name], tags.closing.replace(KEY, name), part, depth - 1)
+        return rules
 
     def _json(self, schema: Any) -> str:
         if isinstance(schema, dict) and not str(schema.get("$ref", "#/$defs/")).startswith(
@@ -165,14 +201,17 @@ class _Arguments:
 
     def _text(self, rule: str, end: str, schema: Any) -> list[str]:
         """A text without quotes: one of those that its schema lists, or anything up to ``end``."""
+        if listed := self._listed(schema):
+            each = " | ".join(quoted(text) or '""' for text in listed)
+            return [f"{rule}: ({each}) {self._literal(end)}"]
+        return _free(rule, end, self._literal)
+
+    def _listed(self, schema: Any) -> list[str]:
         schema = resolved(schema, self._schema)
         listed = (
             schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
         )
-        if isinstance(listed, list) and listed and all(isinstance(each, str) for each in listed):
-            each = " | ".join(quoted(text) or '""' for text in listed)
-            return [f"{rule}: ({each}) {self._literal(end)}"]
-        return _free(rule, end, self._literal)
+        return listed if isinstance(listed, list) and all(isinstance(each, str) for each in listed) else []
 
 
 def _free(rule: str, end: str, literal: Literal) -> list[str]:

@@ -10,7 +10,7 @@ from outpace.server.conversation.calls import BareCalls, FencedCalls, TaggedCall
 from outpace.server.conversation.channels import ENDS, ChannelParser
 from outpace.server.conversation.marked import MarkedCalls
 from outpace.server.conversation.pieces import SPACE, CallParser, OutputParser, Piece, Plain, Schemas, ToolId
-from outpace.server.conversation.reasoning import ReasoningParser
+from outpace.server.conversation.reasoning import ReasoningParser, Unframed
 from outpace.server.conversation.spelling import (
     GEMMA3,
     GRANITE3,
@@ -20,9 +20,10 @@ from outpace.server.conversation.spelling import (
     LLAMA3,
     SMOLLM2,
     Spelling,
+    refuses_system,
     written,
 )
-from outpace.text.chat_template import variables_of
+from outpace.text.chat_template import takes_functions, variables_of
 from outpace.text.grammar import After, Thoughts
 
 FENCES = ("```tool_call", "```tool_code", "```json")
@@ -45,6 +46,8 @@ class Format:
     as_text: bool = False
     no_content: bool = False
     short_ids: bool = False
+    described: bool = False
+    no_system: bool = False
     thoughts: tuple[str, str] | None = None
     may_think: bool = False
 
@@ -56,7 +59,8 @@ class Format:
         """All that calls, where there are tools, and reasoning may be marked with."""
         if self.calls is HARMONY:
             return "".join((*HARMONY_THOUGHTS_END, HARMONY.marks, *ENDS))
-        return "\n".join((*(self.thoughts or ()), self.calls.marks if tools and self.calls else ""))
+        calls = self.calls.marks if tools and self.calls else ""
+        return "\n".join((*(self.thoughts or ()), *(self.calls.frame if self.calls else ()), calls))
 
 
 @lru_cache(maxsize=64)
@@ -65,13 +69,18 @@ def format_of(template: str | None) -> Format:
     if template is None:
         return Format()
     names = variables_of(template)
-    takes_tools, may_think = "tools" in names, "enable_thinking" in names
+    takes_tools = "tools" in names or takes_functions(names)
+    may_think, no_system = "enable_thinking" in names, "messages" in names and refuses_system(template)
     thoughts = reasoning.marks_in(template) or (reasoning.MARKS[0] if may_think else None)
     if "<|channel|>" in template and "<|message|>" in template:
         return Format(HARMONY, takes_tools, takes_tools)
     if found := written(template):
-        return Format(found.spelling, takes_tools, True, *found[1:], thoughts, may_think)
-    return Format(_known(template), takes_tools, thoughts=thoughts, may_think=may_think)
+        return Format(
+            found.spelling, takes_tools, True, found.as_text, found.no_content, found.short_ids, found.described,
+            no_system, thoughts or found.thoughts, may_think,
+        )  # fmt: skip
+    known = _known(template) or (HERMES if "messages" in names and not takes_tools else None)
+    return Format(known, takes_tools, no_system=no_system, thoughts=thoughts, may_think=may_think)
 
 
 def parser_for(
@@ -98,6 +107,8 @@ def parser_for(
     if tools and found.calls is not None:
         calls = _parser(found.calls, tool_id, schemas)
         answer = CallsOrText(calls) if formatted and calls.openings else calls
+    if found.calls is not None and found.calls.frame:
+        answer = Unframed(answer, found.calls.frame)
     if reasoning and found.thoughts is not None:
         return ReasoningParser(answer, found.thoughts, opened=thoughts_opened(template, prompt))
     return answer
@@ -129,8 +140,11 @@ def thoughts_end(template: str | None, prompt: str, *, calls: bool = False) -> A
     if found.calls is HARMONY:
         *first, last = HARMONY_THOUGHTS_END
         return (*first, last if calls else last + HARMONY.answer)
-    if found.thoughts is None or prompt.rstrip().endswith(found.thoughts[1]):
+    frame = found.calls.frame[:1] if found.calls else ()
+    if found.thoughts is None or prompt.rstrip().endswith((found.thoughts[1], *frame)):
         return None
+    if frame and not calls:  # the answer proper stands within it
+        return (found.thoughts[1], *frame)
     return found.thoughts[1] if thoughts_opened(template, prompt) else Thoughts(*found.thoughts)
 
 

@@ -10,11 +10,23 @@ from typing import Any
 
 from outpace.server.conversation.calls import FUNCTION_NAME, LONGEST_NAME
 from outpace.server.conversation.pieces import CallParser, Reading, Schemas, ToolId
-from outpace.server.conversation.spelling import WILD, Spelling
-from outpace.server.conversation.values import LONGEST_KEY, Reads, Types, braces, raw, types_of, value
+from outpace.server.conversation.spelling import CDATA, KEY, WILD, Spelling, Tags
+from outpace.server.conversation.values import (
+    LONGEST_KEY,
+    Reads,
+    Types,
+    braces,
+    property_of,
+    raw,
+    tagged,
+    types_of,
+    value,
+)
 
 LONGEST_MIDDLE = 128  # characters between a name and its arguments
-_WORD = re.compile(rf"<[^<>\s]*>|<[^<>\s]+|\[[A-Z_]+\]|{WILD}?[^\s<\[{WILD}]+|\S")  # a mark, or what is none
+_WORD = re.compile(
+    rf"\]<\]\w+\[>\[(?:<[^<>\s]*>?)?|<[^<>\s]*>|<[^<>\s]+|\[[A-Z_]+\]|{WILD}?[^\s<\[{WILD}]+|\S"
+)  # a mark, or what is none
 _ID = re.compile(r"[\w.:-]")
 
 
@@ -25,9 +37,13 @@ class MarkedCalls(CallParser):
     def __init__(self, tool_id: ToolId, schemas: Schemas, spelling: Spelling) -> None:
         super().__init__(tool_id, schemas)
         self._spelling, self._types = spelling, Types()
+        self._id = ""  # what stood for the last ``WILD``
         words = _WORD.findall(spelling.begins)
-        marks = [i for i, word in enumerate(words) if i == 0 or (word[0] in "<[" and len(word) > 1)]
-        self._after = {words[i]: words[i + 1 :] for i in marks}
+        marks = [i for i, word in enumerate(words) if i == 0 or (word[0] in "<[]" and len(word) > 1)]
+        several = [words.count(words[i]) > 1 for i in marks]  # of one mark: the word behind it tells them apart
+        self._after = {
+            "".join(words[i : i + 1 + more]): words[i + 1 + more :] for i, more in zip(marks, several, strict=True)
+        }
         self.openings = tuple(self._after)
         self._end = "".join((spelling.closing + spelling.tail).split())
 
@@ -67,8 +83,10 @@ class MarkedCalls(CallParser):
         source = self._source
         for word in expected:
             for i, part in enumerate(word.split(WILD)):
+                if i:
+                    self._id = ""
                 while i and (c := (yield from source.peek())) and _ID.match(c):
-                    source.at += 1
+                    self._id += source.take()
                 yield from source.spaces()
                 if not (yield from source.literal(part)):
                     return False
@@ -116,16 +134,15 @@ class MarkedCalls(CallParser):
         source, tags = self._source, self._spelling.tags
         assert tags is not None
         schema = (self._schemas or {}).get(name) or {}
-        ends = [word for word in _WORD.findall(self._spelling.closing) if word[0] in "<["]
-        end, before = _WORD.findall(self._spelling.closing)[0], (tags.opening, *ends)
+        ends = [word for word in _WORD.findall(self._spelling.closing) if word[0] in "<[]" and len(word) > 1]
+        before = (tags.opening, *ends)
         begun = False
         while True:
             yield from source.spaces()
-            opened = yield from self._ahead(tags.opening)
-            if not opened:
-                if not (yield from self._ahead(end)):
-                    return False
+            if (yield from self._ahead(ends[0])):
                 break
+            if not (yield from self._ahead(tags.opening)):
+                return False
             source.take(len(tags.opening))
             key = yield from self._key(tags.middle)
             if key is None:
@@ -134,14 +151,30 @@ class MarkedCalls(CallParser):
                 self._start(name)
             self._argue(("{" if not begun else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             begun, self._mark = True, None
-            types = _types(schema, key, self._types)
-            if not (yield from raw(source, tags.closing, self._argue, types, line=tags.line, before=before)):
+            if not (yield from self._value(tags, key, schema, before)):
                 return False
             self._mark = source.at
         if not begun:
             self._start(name)
         self._argue("}" if begun else "{}")
         return True
+
+    def _value(self, tags: Tags, key: str, schema: Any, before: tuple[str, ...]) -> Reads:
+        """An argument's value and the tag that closes it."""
+        source, part = self._source, property_of(schema, key, schema)
+        closing, types = tags.closing.replace(KEY, key), types_of(part, schema, self._types)
+        if WILD in tags.middle and types != {"string"} and (types or self._id == tags.flag("string")):
+            types = frozenset({"string"}) if self._id == tags.flag("string") else types - {"string"}
+        if KEY in tags.closing and types != {"string"}:
+            return (yield from tagged(source, tags.prefix, closing, self._argue, part, schema))
+        if tags.cdata:
+            opened = yield from self._ahead(CDATA[0])
+            if not opened and source.ended and CDATA[0].startswith(source.text[source.at :]):
+                return False
+        if tags.cdata and opened:
+            source.take(len(CDATA[0]))
+            closing, types = CDATA[1] + closing, frozenset({"string"})
+        return (yield from raw(source, closing, self._argue, types, line=tags.line, before=before))
 
     def _key(self, middle: str) -> Generator[None, None, str | None]:
         """An argument's name, up to where its value begins."""
@@ -158,8 +191,3 @@ class MarkedCalls(CallParser):
         if tags is not None and tags.line and (yield from source.peek()) == "\n":
             source.at += 1
         return key.strip()
-
-
-def _types(schema: Any, key: str, known: Types) -> frozenset[str]:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return types_of(properties.get(key), schema, known) if isinstance(properties, dict) else frozenset()

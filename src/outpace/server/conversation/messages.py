@@ -107,19 +107,36 @@ def conversation(
         plain = _as_written(plain, found)
     else:
         plain = _in_text(plain, found)
-    if found.takes_tools:
-        return Conversation(plain, [_complete(tool) for tool in offered] or None)
-    return Conversation(_listed(plain, found, offered) if offered else plain)
+    if offered and not found.takes_tools:
+        plain = _listed(plain, found, offered)
+    if found.no_system:
+        plain = _without_system(plain)
+    return Conversation(plain, [_complete(tool, found) for tool in offered if found.takes_tools] or None)
 
 
-def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+def _complete(tool: dict[str, Any], form: Format) -> dict[str, Any]:
     """With all that a function may say: Hermes's template raises for what is not there."""
     function = {**tool["function"]}
     function.setdefault("description", "")
     function["parameters"] = {**function.get("parameters", {})}
     function["parameters"].setdefault("type", "object")
-    function["parameters"].setdefault("properties", {})
+    found = function["parameters"].setdefault("properties", {})
+    if form.described and isinstance(found, dict):
+        function["parameters"]["properties"] = {
+            name: {"description": "", **schema} if isinstance(schema, dict) else schema
+            for name, schema in found.items()
+        }
     return {**tool, "function": function}
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the system's text before the first question's: Gemma 2's template has no other place for it."""
+    if messages[0]["role"] != "system":
+        return messages
+    text, rest = messages[0]["content"], messages[1:]
+    if not rest or rest[0]["role"] != "user":
+        return [{"role": "user", "content": text}, *rest]
+    return [{**rest[0], "content": "\n\n".join(part for part in (text, rest[0]["content"]) if part)}, *rest[1:]]
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -13,12 +13,13 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<mm:think>", "</mm:think>"),
     ("<think:opensource>", "</think:opensource>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
 )
 
 
-def marks_in(template: str) -> tuple[str, str] | None:
-    """Those that a template's source has."""
-    return next((marks for marks in MARKS if marks[1] in template), None)
+def marks_in(text: str) -> tuple[str, str] | None:
+    """Those that a template's source has, or what it writes."""
+    return next((marks for marks in MARKS if marks[1] in text), None)
 
 
 class ReasoningParser(Incremental):
@@ -81,3 +82,28 @@ class ReasoningParser(Incremental):
             if end >= 0 or source.ended:
                 return
             yield
+
+
+class Unframed(Incremental):
+    """Takes ``marks`` out of an answer; ``answer`` gets the rest."""
+
+    def __init__(self, answer: OutputParser, marks: tuple[str, ...]) -> None:
+        super().__init__()
+        self._answer, self._marks = answer, marks
+
+    def finish(self) -> list[Piece]:
+        return [*super().finish(), *self._answer.finish()]
+
+    def _read(self) -> Reading:
+        source = self._source
+        while True:
+            hits = [(at, mark) for mark in self._marks if (at := source.text.find(mark, source.at)) >= 0]
+            end, mark = min(hits, default=(len(source.text), ""))
+            if not mark and not source.ended:
+                end -= beginning(source.text, source.at, self._marks)
+            self._pieces += self._answer.feed(source.take(end - source.at))
+            source.at += len(mark)
+            if not mark:
+                if source.ended:
+                    return
+                yield

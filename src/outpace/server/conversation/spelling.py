@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from outpace.errors import ParameterError
+from outpace.server.conversation.reasoning import marks_in
 from outpace.text.chat_template import ChatTemplate
 
-WILD = "\ufdd1"  # in marks: an id, or a call's number (a noncharacter, Unicode 23.7)
+WILD = "\ufdd1"  # in marks: an id, a call's number, or a value's type (noncharacters, Unicode 23.7)
+KEY = "\ufdd2"  # an argument's name
+CDATA = ("<![CDATA[", "]]>")
+# Around an answer's text, and behind all of an answer: Kimi K3's.
+FRAMES = (("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),)
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
     """How an argument is written whose value has no quotes. ``line``: a line break stands on both sides of a value.
-    ``flags``: what stands for ``WILD`` in ``middle`` where the value is a text, and where it is JSON."""
+    ``typed``: ``WILD`` in ``middle`` is the type of the value's JSON, otherwise "true" for a text and "false" for JSON.
+    ``cdata``: texts may stand in CDATA sections. With ``KEY`` in ``closing`` objects and lists are tags, too."""
 
     opening: str  # before its name
     middle: str  # between its name and its value
     closing: str
     between: str = ""  # after its value, before the next one
     line: bool = False
-    flags: tuple[str, str] | None = None
+    typed: bool = False
+    cdata: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """What precedes every tag."""
+        return self.closing.partition("</")[0]
+
+    def flag(self, kind: str) -> str:
+        """What ``WILD`` in ``middle`` is for a value of this JSON type."""
+        if self.typed:
+            return "number" if kind == "integer" else kind
+        return "true" if kind == "string" else "false"
 
 
 Kind = Literal["objects", "python", "json", "braces", "tags", "channels"]
@@ -38,7 +56,7 @@ class Spelling:
 
     ``kind``: what a call is: an object of JSON with name and arguments; Python; marks with arguments in JSON, in Gemma
     4's braces, or each in tags; a message in a channel. ``quote``: around texts within braces. ``answer``: precedes an
-    answer that is no call. ``single``: a message holds one call.
+    answer that is no call. ``single``: a message holds one call. ``frame``: one of ``FRAMES``.
     """
 
     kind: Kind
@@ -52,6 +70,7 @@ class Spelling:
     quote: str = ""
     answer: str = ""
     single: bool = False
+    frame: tuple[str, ...] = ()
 
     @property
     def begins(self) -> str:
@@ -68,7 +87,9 @@ class Spelling:
         """All that is written around names and values."""
         tags = self.tags
         parts = (self.head, self.opening, self.middle, self.closing, self.between, self.tail, self.quote, self.answer)
-        return "\n".join([*parts, *(() if tags is None else (tags.opening, tags.middle, tags.closing))])
+        if tags is not None:
+            parts += (tags.opening, tags.middle, tags.closing, *(CDATA if tags.cdata else ()))
+        return "\n".join((*parts, *self.frame))
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls as the model itself writes them; ``arguments`` are a mapping, or text that is no JSON object."""
@@ -88,12 +109,15 @@ class Spelling:
 class Written(NamedTuple):
     """How a template writes calls. ``spelling``: None where that cannot be read off. ``as_text``: it takes arguments as
     JSON text; ``no_content``: it writes calls of messages whose content is None alone; ``short_ids``: their ids must
-    be as Mistral's are."""
+    be as Mistral's are; ``described``: it refuses tools whose arguments have no description; ``thoughts``: what stands
+    around those of an answer."""
 
     spelling: Spelling | None = None
     as_text: bool = False
     no_content: bool = False
     short_ids: bool = False
+    described: bool = False
+    thoughts: tuple[str, str] | None = None
 
 
 HERMES = Spelling("objects", "", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "")
@@ -108,7 +132,9 @@ HARMONY = Spelling(
 )  # fmt: skip
 
 _TRIGGER = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|\S+")
-_TAIL = re.compile(r"[\s\]})]*(<[^<>]*>|\[/?[A-Z_]+\]|```)?")
+_TAG = r"<\|close\|>\w+<\|sep\|>|<[^<>]*>"
+_CLOSING = re.compile(rf"[^\n]{{0,32}}?</{KEY}>|\s*(?:{_TAG})")
+_TAIL = re.compile(rf"[\s\]}})]*({_TAG}|\[/?[A-Z_]+\]|```)?")
 _QUESTION, _ANSWER = "QuestionQZ", "AnswerQZ"
 _NAMES, _IDS = ("fnoneqz", "fntwoqz"), ("idqz00001", "idqz00002")
 _LONG_ID = "call_0123456789abcdef"
@@ -116,14 +142,6 @@ _KEYS, _TEXTS, _NUMBER = ("keyaqz", "keybqz", "keycqz"), ("ValueAQZ", "ValueCQZ"
 _ARGUMENTS: tuple[dict[str, Any], ...] = (
     dict(zip(_KEYS, (_TEXTS[0], _NUMBER, _TEXTS[1]), strict=True)), {_KEYS[0]: _TEXTS[2]},
 )  # fmt: skip
-_PROPERTIES = {key: {"type": "integer" if key == _KEYS[1] else "string", "description": "x"} for key in _KEYS}
-_TOOLS = [
-    {"type": "function", "function": {
-        "name": name, "description": "x",
-        "parameters": {"type": "object", "properties": _PROPERTIES, "required": list(_KEYS[:1])},
-    }}
-    for name in _NAMES
-]  # fmt: skip
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -131,6 +149,10 @@ def written(source: str) -> Written | None:
     """How the template ``source`` writes calls; None: it writes none."""
     template, unread = ChatTemplate(source, _TOKENS), False
     plain = _rendered(template, {"content": _ANSWER})
+    frame = next((frame for frame in FRAMES if plain and all(mark in plain for mark in frame)), ())
+    thoughts = marks_in(plain or "")
+    described = plain is not None and _rendered(template, {"content": _ANSWER}, _tools(described=False)) is None
+    plain = plain and without(plain, frame)
     for as_text, no_content in product((False, True), repeat=2):
         content = None if no_content else ""
         one, both, other = (
@@ -144,15 +166,34 @@ def written(source: str) -> Written | None:
         text = both if whole and both is not None else one
         for id_ in _IDS:
             text = text.replace(id_, WILD)
+        text = without(text, frame)
         found, unread = _read_off(text, header, footer, whole), True
-        if found and _tells(found, plain):
-            return Written(found, as_text, no_content, other is None)
+        own = plain[len(_shared_start(plain, text)) :]
+        if found and _tells(found, own[: len(own) - len(_shared_end(own, text))]):
+            if found.tags is not None and CDATA[0] in source:
+                found = replace(found, tags=replace(found.tags, cdata=True))
+            return Written(replace(found, frame=frame), as_text, no_content, other is None, described, thoughts)
     return Written() if unread else None
+
+
+def refuses_system(source: str) -> bool:
+    """Whether the template ``source`` takes conversations, but none that begins with a message of the system."""
+    template, talk = ChatTemplate(source, _TOKENS), [{"role": "user", "content": _QUESTION}]
+    try:
+        template.render(talk)
+    except ParameterError:
+        return False
+    try:
+        return "SystemQZ" not in template.render([{"role": "system", "content": "SystemQZ"}, *talk])
+    except ParameterError:
+        return True
 
 
 def _tells(spelling: Spelling, plain: str) -> bool:
     """Whether marks tell calls from the answer ``plain``, and nothing of the questions asked is part of them."""
     if "qz" in spelling.marks.lower() or "'" in spelling.marks:  # a value of Python as it stands
+        return False
+    if spelling.trigger and not re.search(r"\w", spelling.trigger):
         return False
     return spelling.trigger not in plain if spelling.trigger else spelling.kind == "objects"
 
@@ -164,11 +205,23 @@ def _calls(n: int, as_text: bool, *ids: str) -> list[dict[str, Any]]:
     ]
 
 
-def _rendered(template: ChatTemplate, answer: dict[str, Any]) -> str | None:
+def _tools(*, described: bool = True) -> list[dict[str, Any]]:
+    """Both, whose arguments are ``described`` or not."""
+    words = {"description": "x"} if described else {}
+    properties = {key: {"type": "integer" if key == _KEYS[1] else "string", **words} for key in _KEYS}
+    schema = {"type": "object", "properties": properties, "required": list(_KEYS[:1])}
+    return [
+        {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}} for name in _NAMES
+    ]
+
+
+def _rendered(
+    template: ChatTemplate, answer: dict[str, Any], tools: Sequence[dict[str, Any]] | None = None
+) -> str | None:
     """What follows the question; None where the template refuses."""
     messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", **answer}]
     try:
-        text = template.render(messages, tools=_TOOLS, add_generation_prompt=False)
+        text = template.render(messages, tools=tools or _tools(), add_generation_prompt=False)
     except ParameterError:
         return None
     return text.rpartition(_QUESTION)[2]
@@ -288,22 +341,28 @@ def _marked(text: str, at: int, behind: int, keys: list[str]) -> _Span | None:
     if tag_at < 0 or not middles[0]:
         return None
     opening, middle = before[tag_at:], middles[0]
-    flags: tuple[str, str] | None = None
+    typed = False
     if len(middles) > 1 and middles[1] != middle:
-        head = _shared_start(middle, middles[1])
-        tail = _shared_end(middle[len(head) :], middles[1][len(head) :])
+        head = re.sub(r"[^\"]*$", "", _shared_start(middle, middles[1]))
+        tail = re.sub(r"^[^\"]*", "", _shared_end(middle[len(head) :], middles[1][len(head) :]))
         flags = middle[len(head) : len(middle) - len(tail)], middles[1][len(head) : len(middles[1]) - len(tail)]
-        if flags != ("tru", "fals") or not tail.startswith("e"):
+        if flags not in (("true", "false"), ("string", "number")):
             return None
-        flags, middle = ("true", "false"), head + WILD + tail[1:]
-    following = text[ends[1] :]  # after the first value
-    closing = following[: following.find(">") + 1]
-    if not closing.strip().startswith(("<", "]")):
+        typed, middle = flags[0] == "string", head + WILD + tail
+    closing = _CLOSING.match(text[ends[1] :].replace(keys[0], KEY))  # after the first value
+    if closing is None:
         return None
-    between = following[len(closing) :].partition(opening)[0]
-    line = middle.endswith("\n") and closing.startswith("\n")
-    tags = Tags(opening, middle.rstrip("\n") if line else middle, closing.strip(), between, line, flags)
-    return _Span("tags", at, place + len(closing), "", before[:tag_at], "", tags)
+    written = closing[0]
+    following = text[ends[1] + len(written.replace(KEY, keys[0])) :]
+    if KEY in written and not opening.startswith(prefix := written.partition("</")[0]):
+        if not before.endswith(prefix + opening):
+            return None
+        tag_at, opening = tag_at - len(prefix), prefix + opening
+    between = following.partition(opening)[0]
+    line = middle.endswith("\n") and written.startswith("\n")
+    tags = Tags(opening, middle.rstrip("\n") if line else middle, written.strip(), between, line, typed)
+    end = place + len(written.replace(KEY, keys[-1]))
+    return _Span("tags", at, end, "", before[:tag_at], "", tags)
 
 
 def _shared_start(a: str, b: str) -> str:
@@ -324,6 +383,12 @@ def _whole_end(text: str) -> str:
 def _whole_start(text: str) -> str:
     """Without the end of a mark at the start."""
     return re.sub(r"^[^<>]*>", "", text)
+
+
+def without(text: str, marks: Iterable[str]) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
 
 
 def _without(text: str, footer: str) -> str:

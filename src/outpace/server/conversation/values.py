@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from outpace.server.conversation.pieces import SPACE, Characters, Reading, beginning
-from outpace.text.schemas import referred
+from outpace.text.schemas import referred, resolved
 
 DEEPEST = 64  # open brackets; a model that goes on opening them is not making a call
 
@@ -373,6 +373,72 @@ def _bare_key(source: Characters, quote: str, emit: Callable[[str], None]) -> Re
     if not (yield from source.literal(":")):
         return False
     emit(json.dumps(key, ensure_ascii=False) + ": ")
+    return True
+
+
+def property_of(schema: Any, key: str, root: Any) -> Any:
+    """What ``schema``, within ``root``, says of a property; None: nothing."""
+    return _inner(schema, root, lambda found: (found.get("properties") or {}).get(key))
+
+
+def _inner(schema: Any, root: Any, of: Callable[[Mapping[str, Any]], Any], depth: int = DEEPEST_TYPES) -> Any:
+    """What ``of`` finds in ``schema`` or in one that it is made of."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    if (found := of(schema)) is not None:
+        return found
+    parts = (part for word in ("anyOf", "oneOf", "allOf") for part in schema.get(word) or ())
+    return next((found for part in parts if (found := _inner(part, root, of, depth - 1)) is not None), None)
+
+
+ITEM = "item"  # a list's tags
+
+
+def tagged(
+    source: Characters, prefix: str, end: str, emit: Callable[[str], None], schema: Any, root: Any, depth: int = DEEPEST
+) -> Reads:
+    """Read a value up to ``end``, a closing tag: text, or tags by property or item, as MiniMax M3 writes objects and
+    lists. ``prefix``: precedes every tag."""
+    types = types_of(schema, root)
+    ahead, tag = "", prefix + "<"
+    if types != {"string"}:
+        while len(ahead) <= len(tag) and (c := (yield from source.peek(len(ahead)))) and tag.startswith(ahead):
+            ahead += c
+    if not ahead.startswith(tag) or ahead.endswith("/"):
+        if types & {"array", "object"} and (yield from _closes(source, end)):
+            emit("[]" if "array" in types else "{}")
+            return True
+        return (yield from raw(source, end, emit, types, line=False))
+    listed: bool | None = None
+    while not (yield from _closes(source, end)):
+        if not depth or not (yield from source.literal(tag)):
+            return False
+        key = ""
+        while (c := (yield from source.peek())) and c not in "<>\n" and len(key) < LONGEST_KEY:
+            key += source.take()
+        if not (yield from source.literal(">")):
+            return False
+        first = listed is None
+        if listed is None:
+            listed = key == ITEM and (not types or "array" in types)
+        emit(("[" if listed else "{") if first else ", ")
+        if not listed:
+            emit(json.dumps(key, ensure_ascii=False) + ": ")
+        inner = _inner(schema, root, lambda found: found.get("items")) if listed else property_of(schema, key, root)
+        if not (yield from tagged(source, prefix, f"{tag}/{key}>", emit, inner, root, depth - 1)):
+            return False
+        yield from source.spaces()
+    emit("]" if listed else "}")
+    return True
+
+
+def _closes(source: Characters, end: str) -> Reads:
+    """Pass over ``end`` if it comes here."""
+    for i, character in enumerate(end):
+        if (yield from source.peek(i)) != character:
+            return False
+    source.take(len(end))
     return True
 
 
