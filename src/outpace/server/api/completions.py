@@ -81,10 +81,11 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
         sampling.check_logprobs("logprobs", body.logprobs, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
-    nothing = body.max_tokens == 0 and echo
+    most = settings.sampling.get("max_tokens", 16) if body.max_tokens is None else body.max_tokens
+    nothing = most == 0 and echo
     params = sampling.parameters(
         body, settings,
-        max_tokens=1 if nothing else 16 if body.max_tokens is None else sampling.bounded(body.max_tokens),
+        max_tokens=1 if nothing else sampling.bounded(most),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         prompt_logprobs=body.logprobs if echo else None,
