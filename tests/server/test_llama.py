@@ -109,6 +109,8 @@ CHAT = {"messages": [{"role": "user", "content": "Paint it."}], "seed": 3, "max_
         ({"grammar": 'root ::= "yes" | "no"'}, {"guided_choice": ["yes", "no"]}),
         ({"grammar": ""}, {}),
         ({"json_schema": SCHEMA}, {"guided_json": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, {"guided_json": SCHEMA}),
+        ({"max_tokens": None, "n_predict": 3}, {"max_tokens": 3}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
     ],

@@ -202,9 +202,11 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
 
 
 def _most_tokens(body: ChatRequest, settings: ServerSettings) -> int | None:
-    both = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    both = {limit for limit in (body.max_tokens, body.max_completion_tokens, body.n_predict) if limit is not None}
     if len(both) > 1:
-        raise APIError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        raise APIError(
+            400, "max_tokens, max_completion_tokens or n_predict differ: give one of them", param="max_tokens"
+        )
     return sampling.bounded(both.pop() if both else settings.sampling.get("max_tokens", -1))
 
 

@@ -81,7 +81,10 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
         sampling.check_logprobs("logprobs", body.logprobs, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
-    most = settings.sampling.get("max_tokens", 16) if body.max_tokens is None else body.max_tokens
+    both = {limit for limit in (body.max_tokens, body.n_predict) if limit is not None}
+    if len(both) > 1:
+        raise APIError(400, "max_tokens and n_predict differ: give one of them", param="max_tokens")
+    most = both.pop() if both else settings.sampling.get("max_tokens", 16)
     nothing = most == 0 and echo
     params = sampling.parameters(
         body, settings,

@@ -126,8 +126,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
         if body.with_pieces:
             pieces = [Token(id=token, piece=_piece(token, model)) for token in tokens]
             return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=pieces)
-        more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
-        return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
+        texts = [model.text_of(token) for token in tokens] if body.return_token_strs else None
+        return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, token_strs=texts)
 
     return await leased(request, body.model, tokenized)
 

@@ -118,6 +118,7 @@ class Sampling(Parameters):
 
     n: int | None = None
     max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
+    n_predict: int | None = Field(default=None, description="max_tokens, as llama.cpp names it.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     timings_per_token: bool | None = Field(default=None, description="The answer, or each chunk, has `timings`.")
