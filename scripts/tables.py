@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -191,7 +193,17 @@ def clients() -> str:
     return _rows(head, rows)
 
 
+def peers(name: str) -> str:
+    """Test functions of another server, by what becomes of them here."""
+    table = tomllib.loads((TESTS / "server" / "peers" / f"{name}.toml").read_text(encoding="utf-8"))
+    words = Counter(word for file in table["tests"].values() for test, word in file.items() if "[" not in test)
+    said = {"runs": "run", "words": "run, but for the words of their model", **table["reasons"]}
+    rows = [(said[word], str(count)) for word, count in words.most_common()]
+    return _rows((f"tests of {table['package']} {table['version']}: {words.total()}", "functions"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    **{f"peers-{name}": partial(peers, name) for name in ("llama", "vllm")},
     "models": models,
     "types": types,
     "clients": clients,

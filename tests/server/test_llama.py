@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from outpace.errors import ParameterError
+from outpace.server.settings import ServerSettings
 from tests.server.serving import Running
 
 TEXT = "The capital of France is"
@@ -106,6 +109,8 @@ CHAT = {"messages": [{"role": "user", "content": "Paint it."}], "seed": 3, "max_
         ({"grammar": 'root ::= "yes" | "no"'}, {"guided_choice": ["yes", "no"]}),
         ({"grammar": ""}, {}),
         ({"json_schema": SCHEMA}, {"guided_json": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, {"guided_json": SCHEMA}),
+        ({"max_tokens": None, "n_predict": 3}, {"max_tokens": 3}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"guided_json": SCHEMA}),
     ],
@@ -144,3 +149,119 @@ def test_routes_without_v1_and_with_a_slash_too_many(demo: Running) -> None:
 def test_what_is_not_offered_is_refused_by_its_name(demo: Running, more: dict[str, Any], named: str) -> None:
     error = demo.answer("/completion", {"prompt": TEXT, **more}, 400)["error"]
     assert error["param"] == named, error
+
+
+def test_several_prompts_have_a_list_of_answers(demo: Running) -> None:
+    """Texts, token ids, both in one prompt, and objects: each is answered as by itself."""
+    asked = {"n_predict": 6, "temperature": 0}
+    ids = demo.answer("/tokenize", {"content": TEXT, "add_special": True})["tokens"]
+    alone = demo.answer("/completion", {"prompt": TEXT, **asked})
+    prompts = [
+        TEXT,
+        ids,
+        {"prompt_string": TEXT},
+        [*ids[:2], demo.answer("/detokenize", {"tokens": ids[2:]})["content"]],
+    ]
+    answers = demo.answer("/completion", {"prompt": prompts, **asked})
+    assert [each["content"] for each in answers] == [alone["content"]] * 4
+    assert [each["index"] for each in answers] == [0, 1, 2, 3]
+    for field in ("prompt", "tokens_evaluated", "truncated", "has_new_line"):
+        assert {each[field] for each in answers} == {alone[field]}
+    events = demo.events("/completion", {"prompt": prompts, **asked})
+    for i in range(4):
+        assert "".join(each["content"] for each in events if each["index"] == i) == alone["content"]
+    shown = demo.answer("/completion", {"prompt": TEXT, **asked, "response_fields": ["timings/predicted_n", "content"]})
+    assert shown == {"timings/predicted_n": 6, "content": alone["content"]}
+
+
+def test_a_text_may_be_biased(demo: Running) -> None:
+    """All tokens of it, as of their ids."""
+    asked = {"prompt": TEXT, "n_predict": 6, "temperature": 0}
+    ids = demo.answer("/tokenize", {"content": " Paris"})["tokens"]
+    by_text, by_id, named = (
+        demo.answer("/completion", {**asked, "logit_bias": each})["content"]
+        for each in ([[" Paris", False]], [[token, False] for token in ids], {" Paris": -100})
+    )
+    assert by_text == by_id == named
+    assert " Paris" in demo.answer("/completion", asked)["content"]
+    assert " Paris" not in by_text
+
+
+def test_pieces_of_a_text(demo: Running) -> None:
+    text = "caf\u00e9 \U0001f917 <|im_start|>"
+    plain, special = (
+        demo.answer("/tokenize", {"content": text, "with_pieces": True, "parse_special": each})["tokens"]
+        for each in (False, True)
+    )
+    for tokens in (plain, special):
+        codes = [each["piece"].encode() if isinstance(each["piece"], str) else bytes(each["piece"]) for each in tokens]
+        assert b"".join(codes).decode() == text
+        ids = [each["id"] for each in tokens]
+        assert demo.answer("/detokenize", {"tokens": ids})["content"] == text
+    assert any(isinstance(each["piece"], list) for each in plain)
+    assert len(special) < len(plain)
+    assert special[-1]["piece"] == "<|im_start|>"
+    assert "content" in demo.answer("/tokenize", {"content": text, "prompt": text}, 400)["error"]["message"]
+
+
+def test_too_long_a_prompt_is_named_as_there(demo: Running) -> None:
+    long = [1] * 3000
+    error = demo.answer("/completion", {"prompt": long}, 400)["error"]
+    assert (error["type"], error["n_prompt_tokens"], error["n_ctx"]) == ("exceed_context_size_error", 3000, 2048)
+    assert demo.answer("/v1/completions", {"prompt": long}, 400)["error"]["type"] == "invalid_request_error"
+
+
+def test_timings(demo: Running) -> None:
+    """Where they are asked for, with every chunk; what they count is what the usage has."""
+    path, asked = "/v1/chat/completions", {**CHAT, "max_tokens": 9, "ignore_eos": True}
+    streamed = {**asked, "timings_per_token": True, "stream_options": {"include_usage": True}}
+    first, *chunks, last = demo.events(path, streamed)
+    counts = [each["timings"]["predicted_n"] for each in chunks]
+    assert "timings" not in first
+    assert counts == sorted(counts)
+    usage, timings = last["usage"], last["timings"]
+    assert (timings["predicted_n"], timings["cache_n"]) == (9, usage["prompt_tokens_details"]["cached_tokens"])
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
+    assert timings["predicted_per_second"] == pytest.approx(8e3 / timings["predicted_ms"])
+    assert demo.answer(path, {**asked, "timings_per_token": True})["timings"]["predicted_n"] == 9
+    assert "timings" not in demo.answer(path, asked)
+    once = demo.answer("/completion", {"prompt": TEXT, "n_predict": 1})["timings"]
+    assert (once["predicted_n"], once["predicted_per_second"]) == (1, 0)
+
+
+def test_tokens_of_an_input_are_counted(demo: Running) -> None:
+    usage = demo.answer("/v1/chat/completions", {**CHAT, "max_tokens": 1})["usage"]
+    asked = {"messages": CHAT["messages"]}
+    for path, body in (
+        ("/chat/completions/input_tokens", asked),
+        ("/v1/responses/input_tokens", {"input": CHAT["messages"]}),
+        ("/v1/messages/count_tokens", asked),
+    ):
+        assert demo.answer(path, body)["input_tokens"] == usage["prompt_tokens"]
+
+
+def test_defaults_are_what_requests_do_not_say(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("temperature=0", "max_tokens=5", "repetition_penalty=1.3", 'stop=["zz"]')
+    said = {"temperature": 0, "max_tokens": 5, "repetition_penalty": 1.3, "seed": 1}
+    chat, text = {"messages": CHAT["messages"]}, {"prompt": TEXT}
+    wanted = [
+        demo.answer(f"/v1/{path}", {**body, **said})
+        for path, body in (("chat/completions", chat), ("completions", text))
+    ]
+    monkeypatch.setattr(demo.service, "settings", replace(demo.service.settings, defaults=given))
+    found = [demo.answer(f"/v1/{path}", body) for path, body in (("chat/completions", chat), ("completions", text))]
+    assert found[0]["choices"][0]["message"] == wanted[0]["choices"][0]["message"]
+    assert found[1]["choices"][0]["text"] == wanted[1]["choices"][0]["text"]
+    theirs = demo.answer("/completion", text)
+    assert theirs["content"] == found[1]["choices"][0]["text"]
+    settings = theirs["generation_settings"]
+    assert (settings["n_predict"], settings["temperature"], settings["top_k"], settings["stop"]) == (5, 0, 40, ["zz"])
+    assert demo.answer("/v1/completions", {**text, "max_tokens": 2})["usage"]["completion_tokens"] == 2
+    params = demo.http.get("/props").json()["default_generation_settings"]["params"]
+    assert (params["n_predict"], params["temperature"], params["repeat_penalty"]) == (5, 0, 1.3)
+
+
+@pytest.mark.parametrize("given", ["temprature=1", "temperature=hot", "top_p=2", "rules=[]"])
+def test_wrong_defaults_are_refused(given: str) -> None:
+    with pytest.raises(ParameterError, match=given.partition("=")[0]):
+        ServerSettings(defaults=(given,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Literal
 
@@ -98,6 +99,7 @@ class ContextError(APIError):
             param=param,
             code="context_length_exceeded",
         )
+        self.length, self.most = length, most
         self.anthropic = f"prompt is too long: {length} {unit} > {most - 1} maximum"
 
 
@@ -115,6 +117,18 @@ def as_anthropic(error: APIError) -> bytes:
     return refusal.model_dump_json().encode()
 
 
+def as_llama(error: APIError) -> bytes:
+    """The body as llama.cpp's clients read it: they know too long a prompt by its type, its length and the context."""
+    body = error.body.model_dump()
+    if isinstance(error, ContextError):
+        message = f"the request ({error.length} tokens) exceeds the available context size ({error.most}): shorten it"
+        body["error"] |= {"message": message, "type": "exceed_context_size_error"}
+        body["error"] |= {"n_prompt_tokens": error.length, "n_ctx": error.most}
+    elif error.status in (401, 403, 404):
+        body["error"]["type"] = _ANTHROPIC[error.status]
+    return json.dumps(body).encode()
+
+
 def as_ollama(error: APIError) -> bytes:
     """The body as Ollama's clients read it."""
     return OllamaRefusal(error=error.message).model_dump_json().encode()
@@ -126,6 +140,8 @@ def written(error: APIError, path: str) -> bytes:
         return as_anthropic(error)
     if path.startswith("/api/"):
         return as_ollama(error)
+    if path in ("/completion", "/completions", "/infill"):
+        return as_llama(error)
     return error.body.model_dump_json().encode()
 
 

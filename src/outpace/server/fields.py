@@ -129,7 +129,6 @@ FIELDS: Mapping[str, Other] = {
     "tfs_z": Other(One, _NOT_OFFERED),
     "think": Other(None, "use reasoning_effort"),
     "thinking": Other(None, "use reasoning_effort"),
-    "timings_per_token": Other(bool, "use /v1/traces"),
     "tool_choice": Other(None, "use /v1/chat/completions"),
     "tools": Other(None, "use /v1/chat/completions"),
     "top_a": Other(Zero, _NOT_OFFERED),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outpace.common.parameter import Each, Integer, Interval, check, defined
 from outpace.errors import Argument, ParameterError
+from outpace.params import PARAMETERS, SamplingParams
 
 _SECONDS = Interval("(0, inf)", "give seconds above 0")
 
@@ -29,6 +32,19 @@ def _is_host(text: str) -> bool:
 
 def _is_names(text: str) -> bool:
     return all(name.strip() for name in text.split(","))
+
+
+# parameters by their names in requests; responses have no ``n``
+REQUESTED = {each.request: each for each in PARAMETERS.values() if each.request is not None and each.name != "n"}
+_DEFAULTS = {**REQUESTED, "max_tokens": PARAMETERS["max_tokens"]}
+
+
+def _value(text: str) -> Any:
+    """JSON, or a text without quotes."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +73,12 @@ class ServerSettings:
         Each(_is_names, " are no names: give some such as small,fast"), option=("--alias", "-a"), metavar="NAMES",
         group="",
     )  # fmt: skip
+    defaults: tuple[str, ...] = defined(
+        (), "What requests get that do not say it, such as temperature=0.7 or max_tokens=512. Repeatable.",
+        Each(lambda text: text.partition("=")[0] in _DEFAULTS, " sets no parameter: give one such as temperature=0.7"),
+        option=("--default",), metavar="NAME=VALUE", group="",
+    )  # fmt: skip
+    sampling: Mapping[str, Any] = field(default_factory=dict, init=False)  # ``defaults``, by names of requests
     any_name: bool = defined(False, "Requests may call the only model what they like.", group="")
     control_tokens: bool = defined(False, "Texts of chats may spell control tokens, such as <|im_end|>.", group="")
     open_schemas: bool = defined(
@@ -95,6 +117,9 @@ class ServerSettings:
             raise ParameterError(Argument("trace_probabilities"), " is of traces: give ", Argument("traces"), ", too")
         names = [name.strip() for text in self.aliases for name in text.split(",")]
         object.__setattr__(self, "aliases", tuple(dict.fromkeys(names)))
+        pairs = [(name, _value(text)) for name, _, text in (given.partition("=") for given in self.defaults)]
+        object.__setattr__(self, "sampling", dict(pairs))
+        SamplingParams(**{_DEFAULTS[name].name: value for name, value in pairs})
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise ParameterError("an API key is unusable: give 8 or more ASCII characters without spaces")

@@ -17,9 +17,11 @@ from outpace.server.engines.generation import (
     Part,
     PromptProgress,
     Speculation,
+    Timings,
     Usage,
     Whole,
     speculation,
+    timings,
     usage,
 )
 from outpace.server.engines.models import Served
@@ -73,6 +75,7 @@ class Completed(Answer):
     metrics: Metrics | None = Field(default=None, description="Of a request with one choice that could be drafted.")
     seed: int | None
     prompt_token_ids: list[int] | None = None
+    timings: Timings | None = None
 
 
 class Chunk(Answer):
@@ -86,6 +89,7 @@ class Chunk(Answer):
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
     prompt_progress: PromptProgress | None = None
+    timings: Timings | None = None
 
 
 class Alternative(Answer):
@@ -127,17 +131,21 @@ class Choices(Encoder):
         fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
         if self.body.return_token_ids and len(generation.work.prompts) == 1:
             fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
+        fields |= self._timings()
         return kind(**{**self._first, "object": name, "choices": self.choices(), **fields})
 
     def part(self, part: Part) -> bytes:
-        return self.event([self.choice(part)], **self._chunk_fields(part))
+        return self.event([self.choice(part)], **self._chunk_fields(part), **self._timings())
 
     @property
     def shows_progress(self) -> bool:
         return bool(self.body.return_progress)
 
     def progress(self) -> bytes:
-        return self.event([], prompt_progress=self.generation.progress)
+        return self.event([], prompt_progress=self.generation.progress, **self._timings())
+
+    def _timings(self) -> dict[str, Any]:
+        return {"timings": timings(self.generation)} if self.body.timings_per_token else {}
 
     def event(self, choices: list[Choice], **fields: Any) -> bytes:
         """A chunk."""
@@ -146,7 +154,8 @@ class Choices(Encoder):
         return event(kind(**{**self._first, **usage_, "object": name, "choices": choices, **fields}).to_json())
 
     def end(self) -> bytes:
-        return (self.event([], **_cost(self.generation)) if self.body.wants_usage else b"") + DONE
+        cost = _cost(self.generation) if self.body.wants_usage else {}
+        return (self.event([], **cost, **self._timings()) if cost else b"") + DONE
 
     def fields(self, choice: Whole | Part) -> dict[str, Any]:
         """Fields of ``Choice``."""

@@ -16,14 +16,12 @@ from outpace.server import errors
 from outpace.server.api import chat
 from outpace.server.api.chat import ChatRequest
 from outpace.server.api.formats import JsonSchema, ResponseFormat
-from outpace.server.api.models import leased
-from outpace.server.api.prompt import Effort, rendered
+from outpace.server.api.prompt import Effort
 from outpace.server.api.route import STREAMED, Encoder, Route, answered, event, service_of
 from outpace.server.api.sampling import Parameters
 from outpace.server.conversation.messages import FunctionCall, Message, ToolCall, kind_of, parts_of
 from outpace.server.conversation.pieces import Begin, More, Segment, json_object
 from outpace.server.conversation.tools import FUNCTION_NAME, MOST_TOOLS, Function, NamedFunction, NamedTool, Tool
-from outpace.server.conversation.tools import checked as checked_tools
 from outpace.server.engines.generation import Generation, Part, Speculation, Work, usage
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
@@ -244,14 +242,8 @@ async def messages(request: Request, body: MessagesRequest) -> Answer | Response
 @router.post("/v1/messages/count_tokens", response_model=Counted)
 async def count_tokens(request: Request, body: CountRequest) -> Counted:
     """How many tokens a conversation has."""
-
-    def counted(model: Served) -> Counted:
-        asked = _chat(body)
-        text = rendered(asked, asked.messages, checked_tools(asked.tools), asked.tool_choice or "auto", model)
-        return Counted(input_tokens=len(model.control.encode(text)))
-
     try:
-        return await leased(request, body.model, counted)
+        return Counted(input_tokens=await chat.counted(request, _chat(body), body.model))
     except (APIError, OutpaceError) as error:
         raise errors.of(error, NAMES) from error
 

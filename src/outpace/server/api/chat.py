@@ -15,6 +15,7 @@ from starlette.responses import Response
 from outpace.server import schema
 from outpace.server.api import formats, sampling
 from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Completed, chosen_tokens
+from outpace.server.api.models import leased
 from outpace.server.api.prompt import Prompt, dropped, rendered
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
@@ -111,6 +112,31 @@ async def chat_completions(request: Request, body: ChatRequest) -> Answer | Resp
     return await answered(request, body, ChatEncoder, asks, model=body.model, streamed=bool(body.stream))
 
 
+class InputTokens(Answer):
+    """As OpenAI counts those of a request for a response."""
+
+    object: Literal["response.input_tokens", "chat.completion.input_tokens"]
+    input_tokens: int
+
+
+@router.post("/v1/chat/completions/input_tokens", response_model=InputTokens)
+async def input_tokens(request: Request, body: ChatRequest) -> InputTokens:
+    """How many tokens a conversation has, as llama.cpp's clients ask."""
+    count = await counted(request, body, body.model)
+    return InputTokens(object="chat.completion.input_tokens", input_tokens=count)
+
+
+async def counted(request: Request, body: ChatRequest, model: str | None) -> int:
+    """Tokens of a conversation, tools included. Raises APIError or OutpaceError."""
+
+    def count(served: Served) -> int:
+        tools = checked(body.tools)
+        text = rendered(body, body.messages, tools, body.tool_choice or ("auto" if tools else "none"), served)
+        return len(served.control.encode(text))
+
+    return await leased(request, model, count)
+
+
 def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str) -> Work:
     """What an engine is asked. Raises ParameterError, RuleError or APIError."""
     top = body.top_logprobs or 0
@@ -144,7 +170,12 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
         rules = formats.rules(wish, model, after)
     params = seeded(
         sampling.parameters(
-            body, settings, max_tokens=_most_tokens(body), logprobs=bool(body.logprobs), top_logprobs=top, rules=rules
+            body,
+            settings,
+            max_tokens=_most_tokens(body, settings),
+            logprobs=bool(body.logprobs),
+            top_logprobs=top,
+            rules=rules,
         )
     )
     digest = hashlib.sha256(tokens.tobytes() + str(params.seed).encode())
@@ -170,11 +201,13 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     )  # fmt: skip
 
 
-def _most_tokens(body: ChatRequest) -> int | None:
-    both = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+def _most_tokens(body: ChatRequest, settings: ServerSettings) -> int | None:
+    both = {limit for limit in (body.max_tokens, body.max_completion_tokens, body.n_predict) if limit is not None}
     if len(both) > 1:
-        raise APIError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    return sampling.bounded(both.pop()) if both else None
+        raise APIError(
+            400, "max_tokens, max_completion_tokens or n_predict differ: give one of them", param="max_tokens"
+        )
+    return sampling.bounded(both.pop() if both else settings.sampling.get("max_tokens", -1))
 
 
 class ChatEncoder(Choices):

@@ -81,10 +81,14 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
         sampling.check_logprobs("logprobs", body.logprobs, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
-    nothing = body.max_tokens == 0 and echo
+    both = {limit for limit in (body.max_tokens, body.n_predict) if limit is not None}
+    if len(both) > 1:
+        raise APIError(400, "max_tokens and n_predict differ: give one of them", param="max_tokens")
+    most = both.pop() if both else settings.sampling.get("max_tokens", 16)
+    nothing = most == 0 and echo
     params = sampling.parameters(
         body, settings,
-        max_tokens=1 if nothing else 16 if body.max_tokens is None else sampling.bounded(body.max_tokens),
+        max_tokens=1 if nothing else sampling.bounded(most),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         prompt_logprobs=body.logprobs if echo else None,

@@ -21,7 +21,7 @@ _CHOICES = Field(default=None, min_length=1, max_length=1024)
 
 
 class JsonSchema(Body):
-    name: str = Field(min_length=1, max_length=128)
+    name: str = Field(default="schema", min_length=1, max_length=128)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None

@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, RootModel
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outpace.engine.intake import encode_raw
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api import completions, sampling
 from outpace.server.api.formats import Grammar, JsonSchema, ResponseFormat
 from outpace.server.api.route import STREAMED, Encoder, Route, answered, event, service_of
 from outpace.server.api.sampling import Sampling, SamplingFields, Speculation
-from outpace.server.engines.generation import Generation, Part, PromptProgress, Whole, Work, usage
+from outpace.server.engines.generation import Generation, Part, PromptProgress, Timings, Whole, Work, timings
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
-from outpace.server.schema import Answer, Items
+from outpace.server.schema import Answer, Body, Items
+from outpace.server.settings import ServerSettings
 
 router = APIRouter(route_class=Route)
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
+_OFF = {  # ways of sampling that are not offered, as they are spelled there where they are off
+    "adaptive_target": -1.0, "adaptive_decay": 0.9, "dry_multiplier": 0.0, "dynatemp_range": 0.0, "mirostat": 0,
+    "typical_p": 1.0, "xtc_probability": 0.0,
+}  # fmt: skip
+_BIASED = 1024  # tokens of a text in logit_bias
 _NAMES = {  # of fields of completions, as here
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty",
     "response_format": "json_schema", "response_format.json_schema.schema": "json_schema",
 }  # fmt: skip
 
 
+class PromptObject(Body):
+    """A prompt as llama.cpp has those with pictures, of which there are none here."""
+
+    prompt_string: str
+    multimodal_data: Items[str] | None = Field(default=None, max_length=0)
+
+
+Text = str | PromptObject | Items[int | str]  # the last: pieces of one prompt
+
+
 class LlamaRequest(SamplingFields):
     """llama.cpp's fields, with its defaults, and the parameters of completions by their own names."""
 
-    prompt: str | Items[int]
+    prompt: Text | Items[Text] = Field(description="Several, of which one is no text: the answer is a list.")
     model: str | None = None
     stream: bool | None = None
     n_predict: int | None = Field(default=None, description="Below 0, and by default: as many as the context holds.")
     n_probs: int | None = Field(default=None, description="Each token's log-probability, with so many others.")
     repeat_penalty: float | None = Field(default=None, description="repetition_penalty, of the whole text.")
-    logit_bias: dict[str, float] | Items[tuple[int, float | Literal[False]]] | None = None
+    logit_bias: dict[str, float] | Items[tuple[int | str, float | Literal[False]]] | None = Field(
+        default=None, description="Of token ids, or of all tokens of a text; false forbids."
+    )
     grammar: str | None = Field(default=None, description="GBNF, or llguidance's Lark.")
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
+    response_fields: Items[str] | None = Field(default=None, description="The answer has these alone; a/b: b of a.")
+    timings_per_token: bool | None = Field(default=None, description="A stream's parts have timings.")
     return_progress: bool | None = Field(default=None, description="A stream says how much of the prompt was read.")
     speculation: Speculation | None = None
     post_sampling_probs: Literal[False] | None = None
@@ -55,19 +77,6 @@ class TokenProbability(Answer):
     bytes: list[int] | None
     logprob: float
     top_logprobs: list[TokenProbability] | None = None
-
-
-class Timings(Answer):
-    """Milliseconds, and tokens a second."""
-
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
 
 
 class LlamaAnswer(Answer):
@@ -83,7 +92,9 @@ class LlamaAnswer(Answer):
     tokens_predicted: int | None = None
     tokens_evaluated: int | None = None
     tokens_cached: int | None = None
-    truncated: bool | None = None
+    truncated: bool | None = Field(default=None, description="Whether the context ended it.")
+    has_new_line: bool | None = None
+    prompt: str | None = None
     stop_type: Literal["eos", "limit", "word"] | None = None
     stopping_word: str | None = None
     generation_settings: dict[str, Any] | None = None
@@ -91,50 +102,86 @@ class LlamaAnswer(Answer):
     prompt_progress: PromptProgress | None = None
 
 
-@router.post("/completions", response_model=LlamaAnswer, responses=STREAMED)
-@router.post("/completion", response_model=LlamaAnswer, responses=STREAMED)
+class LlamaAnswers(RootModel[list[LlamaAnswer]]):
+    """Those to several prompts."""
+
+
+@router.post("/completions", response_model=LlamaAnswer | LlamaAnswers, responses=STREAMED)
+@router.post("/completion", response_model=LlamaAnswer | LlamaAnswers, responses=STREAMED)
 async def completion(request: Request, body: LlamaRequest) -> Answer | Response:
-    """Go on with a text, as llama.cpp's clients ask."""
+    """Go on with a text, or with each of several, as llama.cpp's clients ask."""
 
     def work(model: Served, scope: str) -> Work:
         settings = service_of(request).settings
         sampling.check_logprobs("n_probs", body.n_probs or 0, settings)
-        made = completions.work(_as_completion(body), settings, model, scope)
-        biases = body.logit_bias if isinstance(body.logit_bias, list) else []
-        forbidden = {token: -math.inf for token, bias in biases if bias is False}
-        return replace(made, params=made.params.with_(logit_bias={**made.params.logit_bias, **forbidden}))
+        made = completions.work(_as_completion(body, model, settings), settings, model, scope)
+        return replace(made, params=made.params.with_(logit_bias={**made.params.logit_bias, **_biases(body, model)}))
 
     return await answered(request, body, LlamaEncoder, work, model=body.model, streamed=bool(body.stream))
 
 
-def _as_completion(body: LlamaRequest) -> completions.CompletionRequest:
+def _as_completion(body: LlamaRequest, model: Served, settings: ServerSettings) -> completions.CompletionRequest:
     """Raises APIError."""
-    names = SamplingFields.model_fields.keys() & Sampling.model_fields.keys()
-    found: dict[str, Any] = {**_DEFAULTS, **{name: each for name in names if (each := getattr(body, name)) is not None}}
+    names = (SamplingFields.model_fields.keys() & Sampling.model_fields.keys()) - {"logit_bias"}
+    given = {name: each for name in names if (each := getattr(body, name)) is not None}
+    found: dict[str, Any] = {**_DEFAULTS, **settings.sampling, **given}
     if found["top_k"] <= 0:
         found["top_k"] = 0
     if found["top_p"] == 0 or found["temperature"] <= 0:  # both mean greedy there
         found |= {"temperature": 0.0, "top_p": 1.0}
-    if body.seed == -1 or body.seed == 2**32 - 1:
-        found["seed"] = None
-    if isinstance(biases := found.get("logit_bias"), list):
-        found["logit_bias"] = {str(token): bias for token, bias in biases if bias is not False}
+    if body.seed == 2**32 - 1:
+        found["seed"] = -1
     found["repetition_penalty"] = body.repeat_penalty or found.get("repetition_penalty")
     if body.json_schema is not None:
         schema = JsonSchema(name="schema", schema=body.json_schema)
         found["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
     if body.grammar:
         found["grammar"] = Grammar(type="lark", value=body.grammar)
-    most = -1 if body.n_predict is None or body.n_predict < 0 else body.n_predict
+    most = found.get("max_tokens", -1) if body.n_predict is None else max(body.n_predict, -1)
     if most == 0:
         raise APIError(400, "n_predict=0 asks for no answer: give at least 1", param="n_predict")
-    return completions.asked(
-        **found, prompt=body.prompt, max_tokens=most, logprobs=body.n_probs or None, speculation=body.speculation
-    )
+    more = {"max_tokens": most, "logprobs": body.n_probs or None, "speculation": body.speculation}
+    return completions.asked(**{**found, **more}, prompt=_prompt(body.prompt, model))
+
+
+def _prompt(given: Text | list[Text], model: Served) -> str | list[str] | list[list[int]]:
+    """As completions take it. Raises APIError."""
+    several = isinstance(given, list) and not any(isinstance(each, int) for each in given)
+    many: Sequence[Any] = given if several and isinstance(given, list) else [given]
+    texts = [each.prompt_string if isinstance(each, PromptObject) else each for each in many]
+    if all(isinstance(each, str) for each in texts):
+        return texts
+    return [_tokens([each] if isinstance(each, str) else each, model) for each in texts]
+
+
+def _tokens(pieces: Sequence[int | str], model: Served) -> list[int]:
+    """Of texts and token ids that follow one another; the first alone begins with what a model expects there."""
+    found = list[int]()
+    for i, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            found.append(piece)
+        else:
+            sampling.check_text(piece, model, "prompt", special=True)
+            found += encode_raw(piece, model.tokenizer, add_special=i == 0).tolist()
+    return found
+
+
+def _biases(body: LlamaRequest, model: Served) -> dict[int, float]:
+    """By token id. Raises APIError."""
+    given = body.logit_bias or {}
+    found = dict[int, float]()
+    for of, bias in given.items() if isinstance(given, dict) else given:
+        if isinstance(of, int) or of.isdecimal():
+            tokens = model.ids([int(of)], "logit_bias").tolist()
+        else:
+            sampling.check_size(of, model, "logit_bias", _BIASED)
+            tokens = model.tokenizer.encode(of, add_special=False).tolist()
+        found |= dict.fromkeys(tokens, -math.inf if bias is False else bias)
+    return found
 
 
 class LlamaEncoder(Encoder):
-    """Events with what was gained, the last of them with what it cost; there is no ``[DONE]``."""
+    """Events with what was gained, the last of each choice with what it cost; there is no ``[DONE]``."""
 
     prefix, names = "cmpl-", _NAMES
     body: LlamaRequest
@@ -143,30 +190,49 @@ class LlamaEncoder(Encoder):
         super().__init__(generation, body)
         self._probabilities = bool(body.n_probs)
 
-    def whole(self) -> LlamaAnswer:
-        choice = self.only
+    def whole(self) -> Response:
+        found = [self._shown(choice) for choice in self.folded]
+        return Response(to_json(found[0] if len(found) == 1 else found), media_type="application/json")
+
+    def _shown(self, choice: Whole) -> dict[str, Any]:
+        """The fields of an answer that are asked for."""
         tokens = list(choice.token_ids) if self.body.return_tokens else []
-        return LlamaAnswer(content=choice.joined.text, tokens=tokens, **self._listed(choice), **self._last())
+        answer = LlamaAnswer(
+            content=choice.joined.text, tokens=tokens, **self._listed(choice), **self._last(choice)
+        ).to_dict()
+        if not self.body.response_fields:
+            return answer
+        shown = dict[str, Any]()
+        for name in self.body.response_fields:
+            found: Any = answer
+            for part in name.split("/"):
+                found = found.get(part) if isinstance(found, dict) else None
+            if found is not None:
+                shown[name] = found
+        return shown
 
     @property
     def shows_progress(self) -> bool:
         return bool(self.body.return_progress)
 
     def progress(self) -> bytes:
-        progress = self.generation.progress
-        return event(LlamaAnswer(index=0, content="", tokens=[], stop=False, prompt_progress=progress).to_json())
+        return self._event(index=0, prompt_progress=self.generation.progress)
 
     def part(self, part: Part) -> bytes:
         self.fold(part)
         if not (part.joined.text or part.token_ids):
             return b""
-        tokens, listed = list(part.token_ids), self._listed(part)
-        return event(
-            LlamaAnswer(index=0, content=part.joined.text, tokens=tokens, stop=False, id_slot=-1, **listed).to_json()
-        )
+        tokens = list(part.token_ids)
+        return self._event(index=part.index, content=part.joined.text, tokens=tokens, **self._listed(part))
+
+    def _event(self, content: str = "", tokens: Sequence[int] = (), **more: Any) -> bytes:
+        if self.body.timings_per_token:
+            more["timings"] = timings(self.generation)
+        return event(LlamaAnswer(content=content, tokens=list(tokens), stop=False, id_slot=-1, **more).to_json())
 
     def end(self) -> bytes:
-        return event(LlamaAnswer(content="", tokens=[], **self._last()).to_json())
+        answers = [LlamaAnswer(content="", tokens=[], **self._last(choice)) for choice in self.folded]
+        return b"".join(event(answer.to_json()) for answer in answers)
 
     def failed(self, error: APIError) -> bytes:
         return event(error.body.model_dump_json().encode())
@@ -183,33 +249,28 @@ class LlamaEncoder(Encoder):
 
         return of(entry, top_logprobs=[of(other) for other in entry.top[: self.body.n_probs]])
 
-    def _last(self) -> dict[str, Any]:
-        generation, choice = self.generation, self.only
-        cost, now = usage(generation), time.perf_counter()
-        first = generation.first_token_at or now
-        reading, writing = first - generation.began, now - first
-        new = cost.prompt_tokens - cost.prompt_tokens_details.cached_tokens
+    def _last(self, choice: Whole) -> dict[str, Any]:
+        generation, result = self.generation, self.generation.results[choice.index]
+        model, params, prompt = generation.model, generation.work.params, generation.work.prompts[choice.index]
+        predicted, total = result.completion_tokens, len(prompt) + result.completion_tokens
         word = choice.stop_reason if isinstance(choice.stop_reason, str) and choice.finish == "stop" else ""
+        limited = choice.finish != "stop"
         return {
-            "index": 0,
+            "index": choice.index,
             "stop": True,
             "id_slot": -1,
-            "model": generation.model.name,
-            "tokens_predicted": cost.completion_tokens,
-            "tokens_evaluated": cost.prompt_tokens,
-            "tokens_cached": cost.total_tokens,
-            "truncated": False,
-            "stop_type": "word" if word else "eos" if choice.finish == "stop" else "limit",
+            "model": model.name,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": len(prompt),
+            "tokens_cached": total,
+            "truncated": limited and total >= model.info.max_length,
+            "has_new_line": "\n" in choice.joined.text,
+            "prompt": model.tokenizer.decode(prompt, skip_special=False),
+            "stop_type": "word" if word else "limit" if limited else "eos",
             "stopping_word": word,
-            "generation_settings": generation.work.params.to_dict(),
-            "timings": Timings(
-                prompt_n=new,
-                prompt_ms=1e3 * reading,
-                prompt_per_second=new / reading if reading else 0.0,
-                predicted_n=cost.completion_tokens,
-                predicted_ms=1e3 * writing,
-                predicted_per_second=cost.completion_tokens / writing if writing else 0.0,
-                draft_n=cost.speculation.drafted,
-                draft_n_accepted=cost.speculation.accepted,
-            ),
-        }
+            "generation_settings": {
+                **_OFF, **params.to_dict(), "n_predict": params.max_tokens or -1, "n_probs": self.body.n_probs or 0,
+                "repeat_penalty": params.repetition_penalty,
+            },
+            "timings": timings(generation),
+        }  # fmt: skip

@@ -24,6 +24,7 @@ from outpace.server.engines.models import Served
 from outpace.server.engines.service import Service
 from outpace.server.errors import APIError, Refusal
 from outpace.server.schema import Answer, Body, Items
+from outpace.server.settings import REQUESTED
 
 T = TypeVar("T")
 
@@ -78,19 +79,29 @@ def _model(service: Service, name: str) -> Model:
 
 
 class TokenizeRequest(Prompt):
-    """A text (``prompt``), or a conversation as the model's template writes it (``messages``)."""
+    """A text (``prompt``; ``content``: as llama.cpp's clients name it), or a conversation as the model's template
+    writes it (``messages``)."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    content: str | None = None
+    add_special: bool | None = Field(default=None, description="Of content: with a start token. Default: false.")
+    parse_special: bool | None = Field(default=None, description="Of content: it spells special tokens. Default: true.")
+    with_pieces: bool | None = Field(default=None, description="Of content: each token is an id and its text.")
+
+
+class Token(Answer):
+    id: int
+    piece: str | list[int] = Field(description="Its bytes, where they are no text by themselves.")
 
 
 class Tokenized(Answer):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[Token]
     token_strs: list[str] | None = None
 
 
@@ -102,6 +113,7 @@ class DetokenizeRequest(Body):
 
 class Detokenized(Answer):
     prompt: str
+    content: str = Field(description="The same, as llama.cpp names it.")
 
 
 @bodies.post("/tokenize", response_model=Tokenized)
@@ -111,8 +123,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
 
     def tokenized(model: Served) -> Tokenized:
         tokens = _tokens(body, model, settings.max_values).tolist()
-        more = {"token_strs": [model.text_of(token) for token in tokens]} if body.return_token_strs else {}
-        return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, **more)
+        if body.with_pieces:
+            pieces = [Token(id=token, piece=_piece(token, model)) for token in tokens]
+            return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=pieces)
+        texts = [model.text_of(token) for token in tokens] if body.return_token_strs else None
+        return Tokenized(count=len(tokens), max_model_len=model.info.max_length, tokens=tokens, token_strs=texts)
 
     return await leased(request, body.model, tokenized)
 
@@ -123,7 +138,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
 
     def detokenized(model: Served) -> Detokenized:
         tokens = model.ids(body.tokens, "tokens")
-        return Detokenized(prompt=model.tokenizer.decode(tokens, skip_special=body.skip_special_tokens))
+        text = model.tokenizer.decode(tokens, skip_special=body.skip_special_tokens)
+        return Detokenized(prompt=text, content=text)
 
     return await leased(request, body.model, detokenized)
 
@@ -131,10 +147,24 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
 _OF_CHATS, _OF_TEXTS = tuple(Prompt.model_fields), ("add_special_tokens",)
 
 
+def _piece(token: int, model: Served) -> str | list[int]:
+    code = model.bytes_of(token)
+    if not code:
+        return model.tokenizer.token(token) or ""
+    try:
+        return bytes(code).decode()
+    except UnicodeDecodeError:
+        return code
+
+
 def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
     """Token ids int32 [n] of a text of at most about ``most``. Raises ParameterError or APIError."""
-    if (body.prompt is None) == (body.messages is None):
-        raise APIError(400, "give either prompt or messages", param="prompt")
+    if sum(each is not None for each in (body.prompt, body.messages, body.content)) != 1:
+        raise APIError(400, "give either prompt, content or messages", param="prompt")
+    if body.content is not None:
+        check_size(body.content, model, "content", most, special=True)
+        special = body.parse_special is not False
+        return model.tokenizer.encode(body.content, add_special=bool(body.add_special), parse_special=special)
     kind, others = ("prompt", _OF_CHATS) if body.messages is None else ("messages", _OF_TEXTS)
     for name in others:
         if name in body.model_fields_set and getattr(body, name) is not None:
@@ -195,6 +225,7 @@ def no_embeddings(name: str) -> APIError:
 
 class DefaultParameters(Answer):
     n_predict: int = Field(description="-1: as many as the context holds.")
+    seed: int = Field(description="-1: a fresh one each time.")
     temperature: float
     top_k: int
     top_p: float
@@ -259,10 +290,14 @@ async def props(request: Request, model: str | None = None) -> Properties:
     """What llama.cpp's page asks of a model, which is loaded."""
 
     def known(served: Served) -> Properties:
-        engine, tokenizer, plain = served.serving.engine, served.tokenizer, SamplingParams()
+        engine, tokenizer = served.serving.engine, served.tokenizer
+        given = service_of(request).settings.sampling
+        own = {REQUESTED[name].name: value for name, value in given.items() if name in REQUESTED}
+        plain = SamplingParams(**{"temperature": 1.0, **own})
         defaults = DefaultParameters(
-            n_predict=-1,
-            temperature=1.0,
+            n_predict=given.get("max_tokens", -1),
+            seed=-1 if plain.seed is None else plain.seed,
+            temperature=plain.temperature,
             top_k=plain.top_k,
             top_p=plain.top_p,
             min_p=plain.min_p,

@@ -424,6 +424,13 @@ async def responses(request: Request, body: ResponsesRequest) -> Answer | Respon
     return await answered(request, body, ResponseEncoder, work, model=body.model, streamed=bool(body.stream))
 
 
+@router.post("/v1/responses/input_tokens", response_model=chat.InputTokens)
+async def input_tokens(request: Request, body: ResponsesRequest) -> chat.InputTokens:
+    """How many tokens the input has, instructions and tools included."""
+    count = await chat.counted(request, as_chat(body), body.model)
+    return chat.InputTokens(object="response.input_tokens", input_tokens=count)
+
+
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that ``body`` asks for. Raises APIError for what means nothing."""
     if body.traced:

@@ -229,7 +229,7 @@ class Encoder(ABC):
         return self._choices.setdefault(0, Whole(0))
 
     @abstractmethod
-    def whole(self) -> Answer:
+    def whole(self) -> Answer | Response:
         """The answer, once every part is folded."""
 
     def begin(self) -> bytes:

@@ -12,20 +12,18 @@ from pydantic import Field, create_model
 from outpace.common.arrays import I32
 from outpace.common.parameter import Parameter
 from outpace.engine.intake import check_resumable
-from outpace.params import PARAMETERS, Acceptance, SamplingParams
+from outpace.params import Acceptance, SamplingParams
 from outpace.server.api.formats import Formats, ResponseFormat
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError, ContextError
 from outpace.server.fields import TAKEN
 from outpace.server.schema import Body, Items
-from outpace.server.settings import ServerSettings
+from outpace.server.settings import REQUESTED, ServerSettings
 
 _MOST: dict[str, tuple[int | None, int | None]] = {  # items and characters: what each costs in every step, or at first
     "stop": (64, 1024), "stop_ids": (1024, None), "bad_words": (1024, 256),
 }  # fmt: skip
 _PIECE = 64 << 10  # characters that are made tokens at a time, to see whether a text is too much
-# parameters by their names in requests; responses have no ``n``
-REQUESTED = {each.request: each for each in PARAMETERS.values() if each.request is not None and each.name != "n"}
 
 
 class Speculation(Body):
@@ -120,8 +118,10 @@ class Sampling(Parameters):
 
     n: int | None = None
     max_tokens: int | None = Field(default=None, description="-1: as many as the context holds.")
+    n_predict: int | None = Field(default=None, description="max_tokens, as llama.cpp names it.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = Field(default=None, description="The answer, or each chunk, has `timings`.")
 
     @property
     def wants_usage(self) -> bool:
@@ -138,7 +138,8 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     """The body's parameters, with ``more``. Raises ParameterError or APIError."""
     if body.n is not None and body.n > settings.max_n:
         raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")
-    given = {"temperature": 1.0, "n": 1 if body.n is None else body.n, **more}
+    given: dict[str, Any] = {"temperature": 1.0, "n": 1 if body.n is None else body.n}
+    given |= {REQUESTED[name].name: value for name, value in settings.sampling.items() if name in REQUESTED} | more
     for name, parameter in REQUESTED.items():
         if (value := getattr(body, name)) is not None:
             given[parameter.name] = value
@@ -147,7 +148,7 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
     if body.seed == -1:  # llama.cpp and vLLM draw one for it
-        del given["seed"]
+        given.pop("seed", None)
     elif body.seed is not None and -(2**63) <= body.seed < 0:
         given["seed"] = body.seed % 2**64
     params = SamplingParams(**given)

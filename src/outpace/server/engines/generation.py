@@ -233,6 +233,7 @@ class Generation:
             for sample in range(work.params.n)
         }
         self.results: dict[int, Result] = {}
+        self.tokens = 0  # that have come
         self.resumed = {  # what was delivered before, by choice
             index: choice.feed(delivered)
             for index, (choice, delivered) in enumerate(zip(self._choices.values(), running.delivered, strict=True))
@@ -292,6 +293,7 @@ class Generation:
         for delta in deltas:
             part = self._choices[delta.request, delta.sample].feed(delta)
             parts.append(part)
+            self.tokens += len(part.token_ids)
             if (result := part.result) is not None:
                 if result.finish_reason in ("error", "cancelled"):
                     raise _failure(result)
@@ -349,6 +351,45 @@ class PromptProgress(Answer):
     cache: int
     processed: int
     time_ms: int
+
+
+class Timings(Answer):
+    """As llama.cpp has them, of all choices so far: milliseconds, and tokens a second. The first token comes of reading
+    the prompt, so that none is written in its time. ``cache_n``: tokens of the prompt whose KV was there."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+def timings(generation: Generation) -> Timings:
+    """What the request took so far."""
+    progress, now, first = generation.progress, time.perf_counter(), generation.first_token_at
+    read = progress.processed - progress.cache
+    reading = ((now if first is None else first) - generation.began) if read else 0.0
+    written, writing = max(generation.tokens - 1, 0), 0.0 if first is None else now - first
+    results = generation.in_order
+    return Timings(
+        cache_n=progress.cache,
+        prompt_n=read,
+        prompt_ms=1e3 * reading,
+        prompt_per_token_ms=1e3 * reading / read if read else 0.0,
+        prompt_per_second=read / reading if reading else 0.0,
+        predicted_n=generation.tokens,
+        predicted_ms=1e3 * writing,
+        predicted_per_token_ms=1e3 * writing / written if written else 0.0,
+        predicted_per_second=written / writing if writing else 0.0,
+        draft_n=sum(result.stats.drafted for result in results),
+        draft_n_accepted=sum(result.stats.accepted for result in results),
+    )
 
 
 class PromptDetails(Answer):

@@ -1,0 +1,1 @@
+"""Other servers' own tests, run against ``outpace serve``: ``scripts/peers``."""
