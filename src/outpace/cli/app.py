@@ -15,7 +15,6 @@ NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
     "verify",
     "trace",
     "explain",
-    "recommend",
     "drafters",
     "plan",
     "report",
