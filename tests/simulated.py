@@ -23,7 +23,7 @@ from outpace.exact.sampling import Chooser
 from outpace.models.native.output import describe
 from outpace.params import SamplingParams
 
-MOST = AUTO_SIZE
+MOST, DEEPEST = AUTO_SIZE, 8
 CPU = Cost((1, 2, 4, 8, 16, 32), (1.0, 1.05, 1.15, 1.5, 2.5, 4.9), 0.02, 2e-5, 3e-5)
 FREE = Cost((1, 64), (1.0, 1.0 + 1e-6))
 DEAR = Cost((1, 64), (1.0, 64.0))  # verifying a node costs a step
@@ -159,6 +159,14 @@ def chains(widths: Sequence[int], said: Sequence[float], source: str = "toy") ->
     )  # fmt: skip
 
 
+def deep(nodes: int, levels: int, floor: float, said: float) -> int:
+    """Levels of a chain whose every node is said to be so likely: those that are allowed, or, by the floor, as EAGLE
+    and draft models go."""
+    if not floor:
+        return min(nodes, levels)
+    return next((n for n in range(1, min(nodes, DEEPEST)) if said**n < floor), min(nodes, DEEPEST))
+
+
 def verdicts(accepted: Sequence[int]) -> Verdicts:
     depth = max(accepted, default=0)
     path = np.tile(np.arange(depth, dtype=np.int32), (len(accepted), 1))
@@ -166,10 +174,12 @@ def verdicts(accepted: Sequence[int]) -> Verdicts:
 
 
 class Sizes(NamedTuple):
-    """Nodes to ask for and drafting forwards to allow, [B] each."""
+    """Nodes to ask for, drafting forwards to allow, and the chance a path needs to be drafted further (0: it goes as
+    far as is allowed), [B] each."""
 
     nodes: list[int]
     levels: list[int]
+    floors: list[float]
 
 
 class Driven(Adaptive):
@@ -202,8 +212,7 @@ class Driven(Adaptive):
         chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
         self._step.begin(self.native, given, chunks)
         self._left, _ = self._step.propose()
-        nodes, levels, _ = self._step.sizes
-        return Sizes(nodes, levels)
+        return Sizes(*self._step.sizes)
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""
@@ -289,9 +298,14 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
         room = [min(MOST, len(texts[w].offer) - at - 1) for _, w, at, _ in live]
         sizes = policy.plan(its, room, [context] * len(live), fresh)
         stepwise = [v.cost.levels is not None for v in its]
-        asked = [min(n, m) if s else n for n, m, s in zip(sizes.nodes, sizes.levels, stepwise, strict=True)]
+        asked = [
+            deep(*size, texts[w].said[at]) if s else size[0]
+            for size, s, (_, w, at, _) in zip(zip(*sizes, strict=True), stepwise, live, strict=True)
+        ]
         offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
         drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live])
+        if any(sizes.floors):
+            drafts = replace(drafts, levels=np.array(asked, np.int32))
         kept, decisions = policy.trim(drafts)
         widths = kept.widths.tolist()
         accepted = [min(n, texts[w].good[at]) for n, (_, w, at, _) in zip(widths, live, strict=True)]

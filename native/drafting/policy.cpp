@@ -7,6 +7,8 @@ namespace outpace {
 namespace {
 
 constexpr double kTries = 0.003;                     // of the time may go into tries
+constexpr double kEarly = 8.0;                       // the first ones so much sooner: a few drafts may have had bad luck;
+constexpr double kCheap = 0.7;                       // those that take no more plain steps than this
 constexpr double kOften = 8.0, kSeldom = 48.0;       // steps between two of them; the latter where the budget is not spent
 constexpr int kFruitless = 2;                        // drafts one after the other after which none is wider than was measured
 constexpr int kRest = 8, kLongRest = 10'000;         // steps that a drafter rests whose asking does not pay, at least and at most,
@@ -137,60 +139,83 @@ bool Policy::plan_whole(Step& step) {
     return pays || tries;
 }
 
-// How many forwards networks are worth, for all of their rows together, by how far their drafts went before.
+// How many forwards each network is worth, for all of its rows together, by how far their drafts went before. Networks of one
+// batch compete: the next level is that of the network whose nodes bring most for its time.
 void Policy::plan_levels() {
+    struct Network {
+        int rows = 0, levels = 0, chosen = 0;
+        double level = 0.0, brings = 0.0;  // plain steps of a level; tokens of the next one
+    };
     std::vector<size_t> rows;
-    std::map<int, int> drafters;  // rows that they have
-    int most = 0;
+    std::map<int, Network> drafters;
     for (size_t i = 0; i < count_; ++i) {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
-        most = std::max(most, steps_[i].nodes);
         const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
         steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, unread, context - steps_[i].row->first);
-        ++drafters[steps_[i].kind.drafter];
+        ++drafters[steps_[i].kind.drafter].rows;
     }
     if (rows.empty()) return;
     double level = 0.0;
     bool known = true;
-    for (const auto& [drafter, count] : drafters) {
-        const Ratios& times = asking_[drafter].at(count);
-        level += times.low();
+    for (auto& [drafter, its] : drafters) {
+        const Ratios& times = asking_[drafter].at(its.rows);
+        level += its.level = times.low();
         known = known && times.measured();
     }
-    if (level <= 0) most = 1;  // until a level's time is known
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0;
     double fastest = 1.0, first = 0.0;
-    int levels = 0;
     Why none = budget_ < 0 ? Why::Spent : Why::Levels;
-    for (int l = 1; l <= most; ++l) {
+    const auto next = [&](size_t i, int l) {  // the chance of the row's path to its l-th level
+        const auto& chances = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling).levels;
+        const double chance = chances[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)].given(Chances::kUnknown);
+        return gains[i] * biased(chance, steps_[i].row->bias[l > 1]);
+    };
+    double asking = 0.0;
+    for (;;) {
+        for (auto& [drafter, its] : drafters) its.brings = 0.0;
         for (const size_t i : rows) {
-            if (steps_[i].nodes < l) continue;
-            const Chance& chance = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling)
-                                       .levels[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)];
-            gains[i] *= biased(chance.given(Chances::kUnknown), steps_[i].row->bias[l > 1]);
-            nodes.push_back({gains[i], static_cast<int>(i), l});
+            Network& its = drafters[steps_[i].kind.drafter];
+            const int deepest = its.level > 0 ? steps_[i].nodes : 1;  // until a level's time is known
+            if (its.levels < deepest) its.brings += next(i, its.levels + 1);
         }
+        const auto dearer = [](const auto& a, const auto& b) {
+            return a.second.brings * b.second.level < b.second.brings * a.second.level;
+        };
+        auto found = drafters.end();
+        for (auto each = drafters.begin(); each != drafters.end(); ++each)
+            if (each->second.brings > 0 && (found == drafters.end() || dearer(*found, *each))) found = each;
+        if (found == drafters.end()) break;
+        Network& its = found->second;
+        ++its.levels, asking += its.level;
+        for (const size_t i : rows)
+            if (steps_[i].kind.drafter == found->first && steps_[i].nodes >= its.levels)
+                gains[i] = next(i, its.levels), nodes.push_back({gains[i], static_cast<int>(i), its.levels});
         std::sort(nodes.begin(), nodes.end());
-        if (l == 1) first = nodes[0].gain;
-        const Choice choice = choose(nodes, l * level);
-        const double worth = choice.tokens - rate() * (more(choice.nodes) + l * level);
+        if (first == 0.0) first = nodes[0].gain;
+        const Choice choice = choose(nodes, asking);
+        const double worth = choice.tokens - rate() * (more(choice.nodes) + asking);
         if (choice.nodes) fastest = std::max(fastest, choice.speed);
-        if (worth > best && bearable(nodes, choice.nodes, l * level) == choice.nodes)
-            best = worth, levels = l, floor = rate() * (level + more(choice.nodes) / choice.nodes);
-        else if (worth > best)
+        if (worth > best && bearable(nodes, choice.nodes, asking) == choice.nodes) {
+            best = worth, floor = rate() * (its.level + more(choice.nodes) / choice.nodes);
+            for (auto& [drafter, each] : drafters) each.chosen = each.levels;
+        } else if (worth > best) {
             none = Why::Others;
-        else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + l * level))
+        } else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + asking)) {
             none = choice.why;
+        }
     }
-    for (const auto& [drafter, count] : drafters) asking_[drafter].saves += (1.0 - 1.0 / fastest - asking_[drafter].saves) / 16.0;
+    for (const auto& [drafter, its] : drafters) asking_[drafter].saves += (1.0 - 1.0 / fastest - asking_[drafter].saves) / 16.0;
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
-    if (!levels && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0) levels = 1;
+    const bool tried = best <= 0 && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0;
+    bool asked = false;
     for (const size_t i : rows) {
         Step& step = steps_[i];
+        const int levels = tried ? 1 : drafters[step.kind.drafter].chosen;
         step.levels = step.unread ? 0 : std::min(levels, step.nodes);
+        asked = asked || levels;
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0)
             step.floor = floor /
@@ -208,7 +233,7 @@ void Policy::plan_levels() {
             because(step, none, {}, level);
         }
     }
-    if (levels) levels_at_ = step_;
+    if (asked) levels_at_ = step_;
 }
 
 // Plain steps that the least patient row may fall further behind plain decoding for what others draft.
@@ -417,7 +442,8 @@ int Policy::bearable(const std::vector<Free>& free, int nodes, double asking) co
 
 // Whether to spend something where nothing is thought to pay, so that what is known does not grow old.
 bool Policy::may_try(double cost, int64_t last) const {
-    const double gap = std::max(cost / kTries, kOften);
+    const double early = cost > kCheap ? 1.0 : std::min(1.0, (1.0 + tries_) / kEarly);
+    const double gap = std::max(early * cost / kTries, kOften);
     return static_cast<double>(step_ - last) >= (budget_ < 0 ? gap : std::min(gap, kSeldom));
 }
 

@@ -185,6 +185,7 @@ private:
     int ended_ = 8;           // answers that say so
     int64_t step_ = 0, drafted_at_ = 0, tried_at_ = 0,
             levels_at_ = 0;  // when nodes were last verified, and as a try, and a network was asked
+    int tries_ = 0;                                            // made while the budget was spent
     int fruitless_ = 0;                                        // drafts, one after the other, that brought nothing
 
     // the step that is under way

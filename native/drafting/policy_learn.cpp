@@ -44,6 +44,7 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     }
     const double rows = static_cast<double>(count_);
     const double charged = costs_.measured(chosen) ? loss : std::min(loss, kAlways);
+    if (chosen && budget_ < 0) ++tries_;
     budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
     if (costs_.prompts() > 0) return;

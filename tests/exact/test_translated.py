@@ -41,16 +41,16 @@ def bpe(kind: str) -> Tokenizer:
 class Speller(ToyModel):
     """Says ``said`` over and over in a tokenizer's ids, but for every ``slip``-th token, which is a hash's."""
 
-    def __init__(self, tokenizer: Tokenizer, said: str, slip: int = 5, **options: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, said: str, slip: int = 5, sure: float = 20, **options: Any) -> None:
         super().__init__(EOS + 1, **options)
         self._cycle = tokenizer.encode(said).tolist()
-        self._slip = slip
+        self._slip, self._sure = slip, sure
 
     def logits_after(self, prefix: list[int], layers: int | None = None) -> np.ndarray[Any, Any]:
         logits = super().logits_after(prefix, layers).copy()
         if len(prefix) % self._slip:
             at = self._cycle.index(prefix[-1]) + 1 if prefix and prefix[-1] in self._cycle else 0
-            logits[self._cycle[at % len(self._cycle)]] += 20
+            logits[self._cycle[at % len(self._cycle)]] += self._sure
         return logits
 
 
@@ -161,6 +161,49 @@ def test_a_draft_goes_on_where_a_character_was_left() -> None:
         found = translated.propose([view(tokens[:-2])], np.array([5], np.int32)).row(0).tokens
         expected = target.encode(said).tolist()[2:]
         assert found[: len(expected)] == expected if drafted else not found
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3, 0.8])
+def test_a_token_is_as_sure_as_the_text_up_to_its_end(floor: float) -> None:
+    """By the draft model's own logits, token for token of its own; a chain ends at its price."""
+    said = " the he th x"
+    draft, own, target = Speller(bpe("b"), said, 10**9, 8, max_length=256), bpe("b"), bpe("a")
+    committed = target.encode(said[:7])
+    asked = view(committed.tolist())._replace(floor=floor, adaptive=True)
+    drafts = drafter(draft).propose([asked], np.array([9], np.int32))
+    assert drafts.levels is not None
+    found, forwards = drafts.row(0), int(drafts.levels[0])
+    ids, chance, sure = own.encode(said[:7]).tolist(), 1.0, []
+    while len(sure) < forwards:
+        logits = draft.logits_after(ids)
+        ids.append(int(logits.argmax()))
+        chance *= float(1 / np.exp(logits.astype(np.float64) - logits.max()).sum())
+        sure.append((own.decode(ids), chance))
+    assert 0 < len(found) <= 9
+    for n, gain in enumerate(found.gains, 1):
+        text = target.decode([*committed, *found.tokens[:n]])
+        assert gain == pytest.approx(next(p for written, p in sure if written.startswith(text)), rel=1e-5)
+    assert all(p >= floor for _, p in sure[:-1]), "no forward after the price is reached"
+    assert floor == 0 or forwards < 8
+
+
+def test_a_prompt_is_read_beside_the_target_s_where_the_answer_pays_for_it() -> None:
+    tokenizer = bpe("a")
+    prompt = tokenizer.encode(SAID * 40).tolist()
+    lengths: dict[int, list[int]] = {}
+    for most in (2, 200):
+        target, draft = (Speller(bpe(kind), SAID, 10**9, max_length=2048) for kind in "ab")
+        own, seen = drafter(draft), lengths.setdefault(most, [0])
+        with Engine(
+            target, tokenizer, drafter=own, prefill_chunk=64, cost=Cost.guess(),
+            on_step=lambda _, own=own, seen=seen: seen.append(own._cache.length(0)),
+        ) as engine:  # fmt: skip
+            result = engine.generate(prompt, SamplingParams(max_tokens=most))
+            assert result.token_ids == engine.generate(prompt, SamplingParams(max_tokens=most), drafter=False).token_ids
+    chunks = -(-len(prompt) // 64)
+    assert max(lengths[2][:chunks]) == 0
+    assert max(np.diff(lengths[200])) < 2 * 64, "never more than a chunk's text in a step"
+    assert lengths[200][chunks] >= 0.9 * len(bpe("b").encode(SAID * 40))
 
 
 def test_the_end_is_proposed_when_the_draft_model_ends() -> None:

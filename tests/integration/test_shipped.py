@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from outpace import Engine, SamplingParams, _native
 from outpace.cli import app
 from outpace.control.cost import Cost
+from outpace.drafters import measured
+from outpace.drafters.auto import Choice, choose
 from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.composed import ComposedDrafter
@@ -74,8 +77,8 @@ def built(text: str, model: Model) -> Drafter:
     return build(parse(text), DraftContext(model, None, LoadOptions(), 7))
 
 
-def chosen(model: Model) -> shipped.Choice:
-    return shipped.choose(model.info, LoadOptions())
+def chosen(model: Model) -> Choice:
+    return choose(model.info, LoadOptions())
 
 
 @pytest.mark.parametrize("name", shipped.NAMES)
@@ -159,9 +162,37 @@ def test_auto_does_without_and_says_why(
 
 def test_on_the_other_backend_it_has_to_be_named(model: Model, place: Path) -> None:
     put(place, model, default=True)
-    found = shipped.choose(replace(model.info, backend="transformers"), LoadOptions())
+    found = choose(replace(model.info, backend="transformers"), LoadOptions())
     assert found.spec == AUTO
     assert "native backend alone" in found.why
+
+
+def test_auto_takes_what_was_measured(
+    model: Model,
+    gguf: Path,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Remembered by the model's fingerprint, whatever the file is called, said at load, and left where it is gone."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    put(place, model, default=True)
+    numbers = {"ratio": 2.0, "low": 1.8, "high": 2.2, "tokens_per_step": 2.5}
+    copy = tmp_path / "renamed.gguf"
+    copy.write_bytes(gguf.read_bytes())
+    caplog.set_level(logging.INFO)
+    for spec in ("ngram:min=2", "", "model:/nowhere"):
+        assert measured.keep(str(copy), LoadOptions(), numbers if spec else None, spec, 8) is not None
+        with closing(built("auto", model)) as drafter:
+            stands_for = {"ngram:min=2": "ngram", "": AUTO, "model:/nowhere": shipped.BESIDE}[spec]
+            assert drafter.name == stands_for
+        assert (chosen(model).spec, chosen(model).measured) == (spec or AUTO, True)
+        assert f"auto stands for {spec or AUTO}: measured on " in caplog.text
+    assert "2.00 times plain decoding (1.80 to 2.20), 2.50 tokens a step" in chosen(model).why
+    assert "measure again with outpace drafters --measure" in caplog.text
+    other = replace(LoadOptions(), backend="transformers")
+    assert choose(model.info, other).spec == shipped.BESIDE, "measured beside another backend"
 
 
 def test_four_bits_draft_what_the_original_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

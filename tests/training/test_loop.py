@@ -266,6 +266,13 @@ def test_options(options, said):
         LoopOptions(**options).check()
 
 
+@pytest.mark.parametrize(("tokens", "longest"), [(1024, 1024), (3072, 2048)])
+def test_answers_are_cut_so_that_they_fit_into_a_batch(tokens: int, longest: int) -> None:
+    options = LoopOptions(steps=1, tokens=tokens)
+    options.check()
+    assert options.longest == longest
+
+
 def test_minutes_become_steps(tmp_path, monkeypatch):
     """By a clock of which a step takes a second: what comes before the tenth counts, too."""
     made = tiny_loop.loop(tmp_path, None, minutes=0.3)

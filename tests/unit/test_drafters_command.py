@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_a_model_is_known_by_its_name(name: str, model: str | None) -> None:
 def test_every_one_is_named_as_a_drafter_is() -> None:
     assert all(parse(f"suffix+{each.spec}").parts for each in PUBLISHED)
     assert len(set(PUBLISHED)) == len(PUBLISHED)
+    assert all(re.fullmatch(r"[\d.]+B|unknown", each.parameters) and each.license for each in PUBLISHED)
 
 
 def test_the_command_says_how_to_use_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,5 +42,7 @@ def test_the_command_says_how_to_use_each(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"-d suffix+{each['drafter']}" in each["command"] for each in found)
     assert command(["drafters", "demo"])() == 0
     assert "None is known for demo" in capsys.readouterr().out
+    with pytest.raises(ParameterError, match="--limit is for figures"):
+        command(["drafters", "demo", "--limit", "3"])()
     with pytest.raises(ParameterError, match="model='' is no name"):
         command(["drafters", ""])()

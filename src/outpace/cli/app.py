@@ -17,7 +17,6 @@ NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
     "explain",
     "learn",
     "race",
-    "recommend",
     "drafters",
     "plan",
     "report",

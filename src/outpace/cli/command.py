@@ -95,12 +95,14 @@ class Command:
         return run
 
 
+_SHOWN = ("outpace.control.cost", "outpace.drafters.registry", "outpace.models.native.weight_cache.progress")
+
+
 def _log(verbose: bool) -> None:
     """Log what takes a while, where a person waits."""
     if verbose or sys.stderr.isatty():
         logging.basicConfig(format="%(message)s", force=True)
-        shown = ["outpace"] if verbose else ["outpace.control.cost", "outpace.models.native.weight_cache.progress"]
-        for name in shown:
+        for name in ("outpace",) if verbose else _SHOWN:
             logging.getLogger(name).setLevel(logging.INFO)
 
 

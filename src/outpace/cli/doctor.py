@@ -72,7 +72,7 @@ def _instruction_sets() -> dict[str, Any]:
 def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
     from outpace.control import adaptive
     from outpace.control import cost as costs
-    from outpace.drafters.learned import shipped
+    from outpace.drafters.auto import choose
     from outpace.params import SamplingParams
 
     begun = time.perf_counter()
@@ -88,7 +88,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             learnt = adaptive.report(cost, engine.policy)
             drafts: dict[str, Any] = {
                 "auto": engine.drafter.name,
-                "why": shipped.choose(info, load.load_options(), engine.model.drafts).why,
+                "why": choose(info, load.load_options(), engine.model.drafts).why,
             }
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for

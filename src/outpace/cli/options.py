@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from outpace.common.files import check_writable, write_json
 from outpace.common.parameter import UNCHECKED, Biases, Texts, TokenIds, Words, defined, option
-from outpace.errors import Argument, ParameterError
+from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.models.options import LoadOptions
 from outpace.params import PARAMETERS, SamplingParams
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
 
 T = TypeVar("T")
+Unfit = Callable[[Any, OutpaceError], bool]
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:
@@ -71,12 +72,19 @@ class Load(LoadOptions):
         None, "Answers whose KV is kept for prompts that begin alike. 0: none.", metavar="N"
     )
 
-    def engines(self, drafters: Sequence[str], more: Sequence[str] = (), **options: Any) -> list[Engine]:
-        """Load the target once, and an engine a drafter over it. ``more``: drafters that requests may choose."""
+    def engines(
+        self,
+        drafters: Sequence[str],
+        more: Sequence[str] = (),
+        unfit: Unfit = lambda drafter, error: False,
+        **options: Any,
+    ) -> list[Engine]:
+        """Load the target once, and an engine a drafter over it. ``more``: drafters that requests may choose; ``unfit``
+        as in ``load_engines``."""
         from outpace.engine.engine import Engine
         from outpace.engine.intake import load_engines
 
-        return load_engines(Engine, self.model, drafters, self.given(**options), more)
+        return load_engines(Engine, self.model, drafters, self.given(**options), more, unfit)
 
     def given(self, **options: Any) -> dict[str, Any]:
         """Options of ``Engine.load`` but the model: one that was given overrides a command's own choice."""

@@ -37,7 +37,7 @@ _CHAINS = {"branch": "1: chains, not the likeliest trees"}
 _PUBLISHED = "a trained drafter: its folder, or its repository in a hub"
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        f"what suits most text: {AUTO}, with the model's own layer that drafts or a trained one for it",
+        f"the fastest that was measured; else {AUTO}, with a layer of the model's that drafts",
         "",
         "the default",
     ),

@@ -1,8 +1,8 @@
 """Drafters that others have published, by the model that each was trained for, and small models of the same family.
 
-Looked up on ``DATE`` in the lists of their makers, who say which model each is for; sizes and licences stand on the
-pages that the names lead to. Layouts that are not read here are left out. A drafter fits that very model alone: beside
-a fine-tune of it fewer drafts are accepted.
+Looked up on ``DATE``: which model each is for in the lists of their makers; parameters and licences on the page that
+``source`` names or on the drafter's own page in the hub, "unknown" where neither could be seen. Layouts that are not
+read here are left out. A drafter fits that very model alone: beside a fine-tune of it fewer drafts are accepted.
 """
 
 from __future__ import annotations
@@ -12,38 +12,61 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 DATE = "2026-11-28"
-_ZLAB = "https://github.com/z-lab/dflash"
+UNKNOWN = "unknown"
+_ZLAB = "https://huggingface.co/collections/z-lab/dflash"
 _VLLM = "https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/"
 _DEEPSPEC = "https://github.com/deepseek-ai/DeepSpec"
+_UNSTATED = "none stated"  # the page in the hub has no model card
 
 
 class Published(NamedTuple):
-    """``model``: what it drafts for, as hubs call it; ``spec``: what ``--drafter`` takes; ``source``: who says so."""
+    """``model``: what it drafts for, as hubs call it; ``spec``: what ``--drafter`` takes; ``source``: who says so;
+    ``parameters``: as the hub rounds them."""
 
     model: str
     spec: str
     source: str
+    parameters: str = UNKNOWN
+    license: str = UNKNOWN
+
+    @property
+    def repository(self) -> str:
+        return self.spec.partition(":")[2]
 
 
-def _zlab(models: Iterable[tuple[str, str]]) -> Iterator[Published]:
-    for model, name in models:
-        yield Published(model, f"dflash:z-lab/{name}", _ZLAB)
+def _zlab(*found: tuple[str, str, str, str]) -> Iterator[Published]:
+    for model, name, parameters, licence in found:
+        yield Published(model, f"dflash:z-lab/{name}", _ZLAB, parameters, licence)
 
 
-def _deepspec(sizes: Iterable[str]) -> Iterator[Published]:
-    for size in sizes:
-        for method in ("dspark", "dflash"):
-            yield Published(f"Qwen3-{size}", f"{method}:deepseek-ai/{method}_qwen3_{size.lower()}_block7", _DEEPSPEC)
+def _deepspec(found: Iterable[tuple[str, str, str]]) -> Iterator[Published]:
+    for size, method, parameters in found:
+        name = f"{method}:deepseek-ai/{method}_qwen3_{size.lower()}_block7"
+        yield Published(f"Qwen3-{size}", name, _DEEPSPEC, parameters, UNKNOWN if parameters == UNKNOWN else _UNSTATED)
 
 
 PUBLISHED: tuple[Published, ...] = (
-    *_zlab((f"Qwen3.5-{size}", f"Qwen3.5-{size}-DFlash") for size in ("4B", "9B", "27B", "35B-A3B", "122B-A10B")),
-    *_zlab((f"Qwen3.6-{size}", f"Qwen3.6-{size}-DFlash") for size in ("27B", "35B-A3B")),
-    *_zlab((model, f"{model}-DFlash") for model in ("Qwen3-Coder-Next", "Qwen3-Coder-30B-A3B")),
-    *_zlab((f"Qwen3-{size}", f"Qwen3-{size}-DFlash-b16") for size in ("4B", "8B")),
-    *_zlab([("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat")]),
-    *_deepspec(("4B", "8B", "14B")),
-    *(Published(f"Qwen3-{size}", "model:Qwen/Qwen3-0.6B", _VLLM) for size in ("4B", "8B")),
+    *_zlab(
+        ("Qwen3.5-4B", "Qwen3.5-4B-DFlash", "0.5B", "apache-2.0"),
+        ("Qwen3.5-9B", "Qwen3.5-9B-DFlash", "1B", UNKNOWN),
+        ("Qwen3.5-27B", "Qwen3.5-27B-DFlash", UNKNOWN, UNKNOWN),  # 4B in March; copies of it have 2B since
+        ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash", "0.5B", UNKNOWN),
+        ("Qwen3.5-122B-A10B", "Qwen3.5-122B-A10B-DFlash", UNKNOWN, UNKNOWN),
+        ("Qwen3.6-27B", "Qwen3.6-27B-DFlash", "2B", UNKNOWN),
+        ("Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash", "0.4B", UNKNOWN),
+        ("Qwen3-Coder-Next", "Qwen3-Coder-Next-DFlash", "0.5B", "mit"),
+        ("Qwen3-Coder-30B-A3B", "Qwen3-Coder-30B-A3B-DFlash", "0.5B", UNKNOWN),
+        ("Qwen3-4B", "Qwen3-4B-DFlash-b16", "0.5B", UNKNOWN),
+        ("Qwen3-8B", "Qwen3-8B-DFlash-b16", "1B", UNKNOWN),
+        ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat", "1B", UNKNOWN),
+    ),
+    *_deepspec(
+        [
+            *(("4B", "dspark", "1B"), ("4B", "dflash", "1B"), ("8B", "dspark", "2B"), ("8B", "dflash", UNKNOWN)),
+            *(("14B", "dspark", "3B"), ("14B", "dflash", "3B")),
+        ]
+    ),
+    *(Published(f"Qwen3-{size}", "model:Qwen/Qwen3-0.6B", _VLLM, "0.6B", "apache-2.0") for size in ("4B", "8B")),
 )
 
 

@@ -167,22 +167,34 @@ def build(spec: DrafterSpec, context: DraftContext) -> Drafter:
     if spec.made is not None:
         return _made(spec, context)
     if spec.auto:
-        from outpace.drafters.learned.shipped import choose
-
-        chosen = parse(choose(context.target.info, context.options, context.target.drafts).spec)
-        chosen = replace(chosen, options={**chosen.options, **spec.options})
-        try:
-            return build(chosen, context)
-        except (DrafterError, ModelError) as error:
-            if not context.target.drafts:
-                raise
-            log.warning("auto stands for %s alone, since the layer that drafts cannot be used: %s", AUTO, error)
-            return build(replace(parse(AUTO), options=spec.options), context)
+        return _auto(spec, context)
     if spec.parts:
         return _composed(spec, context)
     module, _, function = METHODS[spec.name].build.partition(":")
     drafter: Drafter = getattr(import_module(module), function)(spec, context)
     return drafter
+
+
+def _auto(spec: DrafterSpec, context: DraftContext) -> Drafter:
+    """What ``auto`` stands for; where that cannot be made, what it stands for where nothing was measured, or the lookup
+    alone."""
+    from outpace.drafters.auto import choose, unmeasured
+
+    target, options = context.target, context.options
+    choices = [choose(target.info, options, target.drafts)]
+    if choices[0].measured:
+        log.info("auto stands for %s: %s", choices[0].spec, choices[0].why)
+        choices.append(unmeasured(target.info, options, target.drafts))
+    for choice in choices:
+        chosen = parse(choice.spec)
+        try:
+            return build(replace(chosen, options={**chosen.options, **spec.options}), context)
+        except (DrafterError, ModelError) as error:
+            if choice.spec == AUTO:
+                raise
+            again = ": measure again with outpace drafters --measure" if choice.measured else ""
+            log.warning("auto does not stand for %s, which cannot be used: %s%s", choice.spec, error, again)
+    return build(replace(parse(AUTO), options=spec.options), context)
 
 
 def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:

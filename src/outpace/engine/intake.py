@@ -20,13 +20,14 @@ from outpace.common.habits import HOMES
 from outpace.common.parameter import Choice, Flag, Integer, Interval, check, defined
 from outpace.common.units import format_bytes
 from outpace.control.adaptive import AUTO_SIZE
+from outpace.drafters import measured
 from outpace.drafters.base import DraftContext, Drafter, DrafterSource
 from outpace.drafters.registry import build, parse
 from outpace.drafters.spec import draft_models
 from outpace.engine.kv_files import checked_limit
 from outpace.engine.kv_store import KVStore
 from outpace.engine.request import EngineKeywords, OwnKeywords, RequestKeywords, Size
-from outpace.errors import Argument, MemoryLimitError, ParameterError
+from outpace.errors import Argument, DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError
 from outpace.models.base import Model, ModelInfo
 from outpace.models.host import spare_memory
 from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
@@ -47,9 +48,11 @@ def load_engines(
     drafters: Sequence[DrafterSource],
     options: Mapping[str, Any],
     more: Sequence[DrafterSource] = (),
+    unfit: Callable[[DrafterSource, OutpaceError], bool] = lambda drafter, error: False,
 ) -> list[E]:
     """One engine a drafter spec, over one target; used in turn, not at once. ``more``: specs that requests may choose.
-    ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``.
+    ``model``: a name, or a transformers model in memory; then ``options`` may have its ``tokenizer``. ``unfit``: if a
+    drafter that cannot be made is left out, instead of the error.
 
     Raises ModelError, DrafterError, ParameterError or MemoryLimitError; then nothing stays loaded.
     """
@@ -71,6 +74,8 @@ def load_engines(
             raise ParameterError("a tokenizer goes with a model in memory: one that is loaded by name has its own")
         found = resolve(model, load_options)
         source: Source | None = found
+        if any(spec.auto for spec in (*specs, *others)) and (kept := measured.known(found.name, load_options)):
+            beside += draft_models(parse(kept.spec or "none"), load_options)
         device, weights = _announce(found, beside, load_options)
     else:
         model = unwrapped(model)
@@ -83,9 +88,15 @@ def load_engines(
     with ExitStack() as undo:
         undo.callback(target.close)
         engines: list[E] = []
-        for spec, own, one in zip(specs, sized, checked, strict=True):
+        for given, spec, own, one in zip(drafters, specs, sized, checked, strict=True):
             context = DraftContext(target, tokenizer, load_options, one.nodes, one.acceptance)
-            built = [_closed_by(undo, build(each, context)) for each in (spec, *others)]
+            try:
+                first = _closed_by(undo, build(spec, context))
+            except (DrafterError, ModelError) as error:
+                if unfit(given, error):
+                    continue
+                raise
+            built = [first, *(_closed_by(undo, build(each, context)) for each in others)]
             named = {drafter.name: drafter for drafter in built[1:] if drafter.name != "none"}
             rest = {name: options[name] for name in OwnKeywords.__annotations__ if name in options}
             engine = make(target, tokenizer, drafter=built[0], drafters=named, kv_memory=limit, **own, **rest)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.drafters.learned import checkpoint
-from outpace.errors import ParameterError
+from outpace.errors import Argument, ParameterError
 from outpace.training.data import Answers
 from outpace.training.options import EagleOptions, MedusaOptions, MtpOptions, Options, ParallelOptions
 from outpace.training.target import DraftHead, DraftVocabulary, TargetParts
@@ -150,7 +150,10 @@ class Packing:
         loop_weight: float = 1.0,
     ) -> None:
         if longest > budget:
-            raise ParameterError(f"answers of up to {longest} tokens do not fit into batches of {budget}: cut them")
+            raise ParameterError(
+                Argument("longest", longest), f" does not fit into batches of {budget} tokens: give no more, or raise ",
+                Argument("tokens"),
+            )  # fmt: skip
         self.answers, self._states = answers, states
         self.budget, self.longest, self.prompt_weight, self.seed = budget, longest, prompt_weight, seed
         self.loop_weight = loop_weight

@@ -23,6 +23,9 @@ _DEPTH = option("Tokens of a simulated chain.", values=Interval("[1, 16]"))
 MAY_CHANGE = ("minutes", "epochs", "steps", "evaluate", "patience", "snapshot", "report")
 
 
+_LONGEST = 2048  # tokens an answer is cut at, where nothing says how many
+
+
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
     """How long, on what and how fast any drafter is trained. One of ``steps``, ``epochs`` and ``minutes`` ends it."""
@@ -62,7 +65,9 @@ class LoopOptions:
     four_bits: bool = defined(False, "Judge weights as 4 bits keep them, and train them so while the rate falls.")
     clip: float = defined(1.0, "Greatest norm of a gradient.")
     tokens: int = defined(3072, "Tokens a batch.", group=_DATA)
-    longest: int = defined(2048, "Tokens an answer is cut at, its prompt included.", group=_DATA)
+    longest: int | None = defined(
+        None, "Tokens an answer is cut at, its prompt included. Default: 2048, or a batch.", group=_DATA
+    )
     gather: int = defined(1, "Batches a step, of all processes together.", Interval("[1, inf)"))
     bfloat16: bool = defined(False, "Products in bfloat16, where the processor has them.")
     held_out: float = defined(0.05, "Share of prompts whose greedy answers judge the drafter.", group=_DATA)
@@ -84,6 +89,8 @@ class LoopOptions:
                 Argument("steps"), ", ", Argument("epochs"), ", ", Argument("minutes"),
             )  # fmt: skip
         check(self)
+        if self.longest is None:
+            object.__setattr__(self, "longest", min(_LONGEST, self.tokens))
 
 
 class _Method:

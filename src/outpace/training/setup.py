@@ -128,6 +128,7 @@ def prepared(
 
         def packed(part: Answers, source: HiddenStateSource, prompts: float, loops: float) -> Packing:
             budget, longest = settings.tokens, settings.longest
+            assert longest is not None, "check has set it"
             return Packing(part, source, budget, longest, prompts, settings.seed, team.device, loop_weight=loops)
 
         yield Setup(

@@ -20,6 +20,7 @@ from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Output
 
+DEEPEST = 8  # levels of a draft that stops at a floor
 NEAR = 0.15  # the chance of a path to a second choice that is drafted beside the first; native/drafting/draft_model.cpp
 
 
@@ -73,7 +74,8 @@ class ChainDrafter(Drafter):
 
     def _deepest(self, view: RowView, size: int) -> int:
         """Most levels of the row's draft of ``size`` nodes."""
-        return size if view.depth is None else min(size, view.depth)
+        most = size if view.depth is None else min(size, view.depth)
+        return min(size, DEEPEST) if self.rates and most and view.floor else most
 
     def _rated(
         self,

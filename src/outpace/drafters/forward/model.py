@@ -14,7 +14,6 @@ from outpace.drafters.base import DraftContext, DraftCost, RowView, draws_now
 from outpace.drafters.forward.chain import UNRATED, ChainDrafter, Rated
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.drafters.spec import DrafterSpec, draft_models
-from outpace.errors import MemoryLimitError
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model, Output
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from outpace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-DEEPEST = 8  # levels of a draft that stops at a floor
 
 
 class ModelDrafter(ChainDrafter):
@@ -46,17 +42,7 @@ class ModelDrafter(ChainDrafter):
         """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
         where they are more than a forward takes, of which it has read the first now."""
         unread = self._cache.begin(view.row, view.tokens)
-        if len(unread) <= CATCH_UP or unread.max() >= self._own_vocab:
-            return unread
-        try:
-            self._cache.read([view.row], [view.tokens[: len(view.tokens) - len(unread) + CATCH_UP]])
-        except MemoryLimitError:
-            self._cache.release(view.row)
-        return np.zeros(0, np.int32)
-
-    def _deepest(self, view: RowView, size: int) -> int:
-        most = super()._deepest(view, size)
-        return min(size, DEEPEST) if most and view.floor else most
+        return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread)
 
     def _rated(
         self,
@@ -103,13 +89,7 @@ class ModelDrafter(ChainDrafter):
             and len(tokens) <= longest
             and tokens.max() < self._own_vocab
         ]
-        while fit:
-            try:
-                self._cache.read([row for row, _ in fit], [tokens for _, tokens in fit])
-                break
-            except MemoryLimitError:
-                self._cache.release(fit.pop()[0])
-        return [row for row, _ in fit]
+        return self._cache.read_beside([row for row, _ in fit], [tokens for _, tokens in fit])
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)

@@ -13,7 +13,7 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32, common_prefix
-from outpace.errors import DrafterError
+from outpace.errors import DrafterError, MemoryLimitError
 from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 512  # tokens of one row that are caught up with in one forward
@@ -43,6 +43,28 @@ class OwnCache:
         known = self.model.kv.reachable(self._rows.cached()[row], known)
         self.truncate(row, known)
         return np.array(tokens[known:], np.int32)
+
+    def catch_up(self, row: int, tokens: I32, unread: I32) -> I32:
+        """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than a forward takes. Then
+        the first of it are read now. A row that there is no memory for is released."""
+        if len(unread) <= CATCH_UP:
+            return unread
+        try:
+            self.read([row], [tokens[: len(tokens) - len(unread) + CATCH_UP]])
+        except MemoryLimitError:
+            self.release(row)
+        return np.zeros(0, np.int32)
+
+    def read_beside(self, rows: Sequence[int], tokens: Sequence[I32]) -> list[int]:
+        """As ``read``; the rows that there was memory for, from the first on. The others are released."""
+        left = list(zip(rows, tokens, strict=True))
+        while left:
+            try:
+                self.read([row for row, _ in left], [wanted for _, wanted in left])
+                break
+            except MemoryLimitError:
+                self.release(left.pop()[0])
+        return [row for row, _ in left]
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first n positions of the row."""

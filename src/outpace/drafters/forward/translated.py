@@ -3,24 +3,26 @@
 String-level exact match (SLEM, arXiv 2502.05202): the draft model reads the committed text in its own ids,
 goes on, and the target's tokenizer encodes what it wrote. The draft model's probabilities are of other tokens, so each
 node is one-hot; then the likeliest token is the best one to draft at any temperature, since a node's chance of being
-accepted is the target's probability of it.
+accepted is the target's probability of it. How sure the draft model is of the text up to a node's end is the node's
+confidence: by it a chain ends at its price.
 """
 
 from __future__ import annotations
 
 import codecs
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outpace.common.arrays import I32
-from outpace.drafters.base import DrafterNeeds, RowView, levels
-from outpace.drafters.forward.chain import ChainDrafter
-from outpace.drafters.forward.own_cache import OwnCache
+from outpace.drafters.base import DraftCost, DrafterNeeds, RowView
+from outpace.drafters.forward.chain import ChainDrafter, Rated
+from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.errors import Argument, DrafterError, ModelError
-from outpace.exact.drafts import Drafts
+from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Model, Output
@@ -126,6 +128,9 @@ class _Row:
     size: int = 0  # nodes that are wanted now
 
 
+_UNNAMED = -1  # the request of a row whose prompt is read before anything is drafted for it
+
+
 class TranslatedDrafter(ChainDrafter):
     """Chains from a draft ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
 
@@ -133,6 +138,7 @@ class TranslatedDrafter(ChainDrafter):
     """
 
     needs = DrafterNeeds()
+    rates = True
 
     def __init__(self, model: Model, tokenizer: Tokenizer, name: str, target: Tokenizer, target_vocab: int) -> None:
         super().__init__(name, model.info.vocab_size, model.info.vocab_size)
@@ -144,6 +150,7 @@ class TranslatedDrafter(ChainDrafter):
                 f"{name} has another tokenizer than the target, and {error}: use a draft model with the target's "
                 "vocabulary"
             ) from error
+        self.cost = DraftCost(levels=name, nodes=True, reads=True)
         self._cache = OwnCache(model)
         self._rows: dict[int, _Row] = {}
 
@@ -159,14 +166,44 @@ class TranslatedDrafter(ChainDrafter):
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         for view, size in zip(rows, sizes.tolist(), strict=True):
             self._row(view).size = size
-        own = super().propose([view._replace(chooser=_GREEDY) for view in rows], levels(rows, sizes))
-        return Drafts.chains([self._translated(view, own.row(i).tokens) for i, view in enumerate(rows)], self.name)
+        own = super().propose([view._replace(chooser=_GREEDY) for view in rows], sizes)
+        drafts = [Draft() for _ in rows]
+        for i, (view, draft) in enumerate(zip(rows, drafts, strict=True)):
+            written = own.row(i)
+            ids, ends = self._translated(view, written.tokens)
+            for token, end in zip(ids, ends, strict=True):
+                draft.add(token, len(draft) - 1, written.gains[end])
+        return replace(Drafts.of(drafts, (self.name,)), levels=own.levels)
 
     def _row(self, view: RowView) -> _Row:
         row = self._rows.get(view.row)
-        if row is None or row.request != view.request or row.text.count > len(view.tokens):
+        if row is None or row.request not in (view.request, _UNNAMED) or row.text.count > len(view.tokens):
             row = self._rows[view.row] = _Row(view.request, SyncedText(self._target, self._own))
+        row.request = view.request
         return row
+
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+        """Rows that lack more, or whose text the draft model has no room for, are left to drafts."""
+        found: list[tuple[int, I32]] = []
+        for number, tokens, new in rows:
+            row = self._rows.setdefault(number, _Row(_UNNAMED, SyncedText(self._target, self._own)))
+            if row.text.count > len(tokens) or len(tokens) - row.text.count > new + CATCH_UP:
+                continue
+            row.text.read(tokens)
+            if 0 < len(row.text.ids) <= self._cache.model.info.max_length - SLACK:
+                found.append((number, np.array(row.text.ids, np.int32)))
+        return self._cache.read_beside([number for number, _ in found], [ids for _, ids in found])
+
+    def _rated(
+        self,
+        output: Output,
+        last: I32,
+        rows: Sequence[RowView],
+        choosers: Sequence[Chooser],
+        tokens: Sequence[int | None],
+    ) -> list[Rated]:
+        chosen = np.array([0 if token is None else token for token in tokens], np.int32)
+        return [Rated(math.exp(its.logprob)) for its in output.logprobs(last, chosen, [0] * len(rows))]
 
     def _begin(self, view: RowView) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
@@ -174,7 +211,7 @@ class TranslatedDrafter(ChainDrafter):
         if len(row.text.ids) + row.size > room:
             row.text.shorten(room // 2)
         ids = np.array(row.text.ids, np.int32)
-        return self._cache.begin(view.row, ids) if len(ids) else ids
+        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids)) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
@@ -187,18 +224,22 @@ class TranslatedDrafter(ChainDrafter):
 
     def _enough(self, view: RowView, drafted: I32) -> bool:
         tokens = drafted.tolist()
-        return not self._own.of(tokens[-1]) or len(self._translated(view, tokens)) >= self._rows[view.row].size
+        return not self._own.of(tokens[-1]) or len(self._translated(view, tokens)[0]) >= self._rows[view.row].size
 
-    def _translated(self, view: RowView, drafted: Sequence[int]) -> list[int]:
-        """The target's ids of the text that the draft model's ids ``drafted`` stand for."""
+    def _translated(self, view: RowView, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The target's ids of the text that the draft model's ids ``drafted`` stand for; and which of these each ends
+        with."""
         row = self._rows[view.row]
         spelled = [self._own.of(token) for token in drafted]
         silent = next((i for i, text in enumerate(spelled) if not text), len(spelled))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ids = self._encode(view.tokens, row.text.fragment, decoder.decode(b"".join(spelled[:silent])))
+        written = np.cumsum([len(text) for text in spelled[:silent]])
+        reached = np.cumsum([len(self._target.of(token)) for token in ids]) - len(row.text.fragment)
+        ends = np.minimum(np.searchsorted(written, reached), silent - 1).tolist()
         if silent < len(spelled) and drafted[silent] in self._own.tokenizer.eos_ids and not decoder.getstate()[0]:
-            ids += self._target.tokenizer.eos_ids[:1]
-        return ids[: row.size]
+            ids, ends = [*ids, *self._target.tokenizer.eos_ids[:1]], [*ends, silent]
+        return ids[: row.size], ends[: row.size]
 
     def _encode(self, tokens: I32, fragment: bytes, text: str) -> list[int]:
         """The target's ids of what ``text`` adds to ``tokens`` int32 [n], which end with the bytes ``fragment``."""

@@ -213,7 +213,7 @@ class LearnedDrafter(ChainDrafter):
         super().__init__(name, vocab, vocab)
         needed = tuple(sorted(set(layers)))
         self.needs = DrafterNeeds(hidden_layers=needed, draws=network.draws)
-        self.cost = DraftCost(levels=name, nodes=branch > 1) if network.stepwise else DraftCost()
+        self.cost = DraftCost(levels=name, nodes=True) if network.stepwise else DraftCost()
         self._columns = [needed.index(layer) for layer in layers]
         self._network, self._branch = network, branch
         self._most = network.most_levels if most_levels is None else most_levels

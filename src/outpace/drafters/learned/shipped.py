@@ -1,4 +1,4 @@
-"""The trained drafter that comes with Outpace, for the demo model: where it is, whether ``auto`` uses it.
+"""The trained drafter that comes with Outpace, for the demo model: where it is, and whether it may be used.
 
 It lies beside this file with 4-bit weights, which draft beside the demo model what the original in ``drafters/`` does.
 """
@@ -6,7 +6,6 @@ It lies beside this file with 4-bit weights, which draft beside the demo model w
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ TARGET = "demo"  # the model that it drafts for, by the name that loads it
 NAMES = (TARGET, "demo-eagle")  # what ``eagle:`` takes for it
 SPEC = f"eagle:{TARGET}"
 BESIDE = f"{AUTO}+{SPEC}"  # what ``auto`` stands for where it pays
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What ``auto`` stands for beside a target, and why; ``why`` is empty where no drafter was trained for it."""
-
-    spec: str
-    why: str = ""
 
 
 def folder() -> Path:
@@ -52,30 +43,25 @@ def located(info: ModelInfo, options: LoadOptions) -> Path:
     return path
 
 
-def choose(info: ModelInfo, options: LoadOptions, drafts: bool = False) -> Choice:
-    """What ``auto`` stands for beside a target loaded with ``options``.
-
-    Where the target's own files have a layer that drafts (``drafts``), that is used. The shipped drafter is used beside
-    its own target on the native backend, if its card says that it pays there (``default``).
-    """
-    if drafts:
-        return Choice(f"{AUTO}+mtp", "the model's own files have a layer that drafts")
+def beside(info: ModelInfo, options: LoadOptions) -> tuple[bool, str]:
+    """Whether ``auto`` uses it beside a target loaded with ``options``, and why ("": it is not for that one): on the
+    native backend, if its card says that it pays there (``default``)."""
     path = folder()
     try:
         card = _card(path)
         if info.vocab_size != card.get("target", {}).get("vocab_size"):  # another model, without a look at its file
-            return Choice(AUTO)
+            return False, ""
         if card["target"].get("fingerprint") != fingerprint_of(info.name, options):
-            return Choice(AUTO)
+            return False, ""
         if info.backend != "native":
-            return Choice(AUTO, f"{SPEC} was measured on the native backend alone: name it to use it here")
+            return False, f"{SPEC} was measured on the native backend alone: name it to use it here"
         if card.get("default") is not True:
-            return Choice(AUTO, f"{SPEC} is no faster by its card ({path / 'config.json'}): name it to use it")
+            return False, f"{SPEC} is no faster by its card ({path / 'config.json'}): name it to use it"
         read(path)  # the weights are those that the card was written for
     except ModelError as error:
         log.warning("auto stands for %s alone, since its trained drafter cannot be used: %s", AUTO, error)
-        return Choice(AUTO, str(error))
-    return Choice(BESIDE, f"{path} was trained for this model")
+        return False, str(error)
+    return True, f"{path} was trained for this model"
 
 
 def _card(path: Path) -> dict[str, Any]:
