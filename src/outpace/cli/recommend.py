@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.bench import end, measured
 from outpace.cli.command import Command
-from outpace.cli.options import PROMPTS, Common, Load
+from outpace.cli.options import PROMPTS_OR_OURS, Common, Load
 from outpace.cli.terminal import table
 from outpace.common.parameter import option
 from outpace.errors import ParameterError
@@ -29,7 +29,7 @@ _DRAFTERS = ("ngram", "suffix", "recycle", "suffix+recycle", "auto")
 def run(
     load: Load,
     common: Common,
-    prompts: Annotated[Path, PROMPTS],
+    prompts: Annotated[Path | None, PROMPTS_OR_OURS] = None,
     drafter: Annotated[
         list[str] | None, option(f"Repeatable. Default: {', '.join(_DRAFTERS)}.", "--drafter", "-d")
     ] = None,
@@ -298,7 +298,7 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 COMMAND = Command(
     "recommend",
     run,
-    "outpace recommend -m demo --prompts prompts.jsonl --measure\n"
+    "outpace recommend --measure\n"
     "outpace recommend -m model.gguf --prompts prompts.txt -d suffix -d model:small.gguf\n"
     "outpace recommend -m demo --prompts prompts.jsonl --readers 8 --price-per-hour 1.20 --html page.html",
 )
