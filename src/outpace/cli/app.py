@@ -58,10 +58,10 @@ def _ours(arguments: Sequence[str]) -> Sequence[str]:
 def _help() -> str:
     about = "Speculative decoding of language models: the same tokens, sooner."
     examples = (
-        "outpace 'Why is the sky blue?'                 # generate, with the demo model\n"
-        "outpace run user/repo:Q4_K_M                   # chat\n"
-        "outpace generate 'Count to ten.' --compare     # drafted and plain, and what explains the speeds\n"
-        "outpace serve -m model.gguf                    # OpenAI's API"
+        "outpace 'Why is the sky blue?'              # generate, with the demo model\n"
+        "outpace run user/repo:Q4_K_M                # chat\n"
+        "outpace generate 'Count to ten.' --compare  # drafted beside plain\n"
+        "outpace serve -m model.gguf                 # OpenAI's API"
     )
     groups = {title: {name: command(name) for name in names} for title, names in GROUPS.items()}
     return overview("outpace", about, examples, groups)
