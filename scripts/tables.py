@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
-from inspect import Parameter, signature
+from inspect import Parameter, isclass, isfunction, signature
 from pathlib import Path
+from pydoc import locate
 from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -202,8 +203,25 @@ def peers(name: str) -> str:
     return _rows((f"tests of {table['package']} {table['version']}: {words.total()}", "functions"), rows)
 
 
+def api() -> str:
+    """What docs/api.md has by name: where pages are shown without the site's directives, as on GitHub, too."""
+    rows = []
+    for path in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M):
+        found = locate(path)
+        if isclass(found) or callable(found):
+            about = " ".join((found.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+            own = [name for name, value in vars(found).items() if name[0] != "_" and isfunction(_bare(value))]
+            rows.append((_code(path), about, _code(*own) if isclass(found) else ""))
+    return _rows(("name", "is", "methods"), rows)
+
+
+def _bare(method: Any) -> Any:
+    return method.__func__ if isinstance(method, classmethod | staticmethod) else method
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f"peers-{name}": partial(peers, name) for name in ("llama", "vllm")},
+    "api": api,
     "models": models,
     "types": types,
     "clients": clients,

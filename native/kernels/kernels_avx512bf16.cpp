@@ -14,6 +14,13 @@ static void product_of(const Matrix& m, const uint8_t* acts, int n, int begin, i
         kernels_avx512().matmul(m, acts, n, begin, end, y, ldy);
 }
 
+static void attention_of(const AttentionJob& job) {
+    if (job.type == KVType::BF16)
+        Attention<KVType::BF16>(job).run();
+    else
+        kernels_avx512().attention(job);
+}
+
 }  // namespace OUTPACE_NS
 
 const Kernels& kernels_avx512bf16() {
@@ -22,7 +29,7 @@ const Kernels& kernels_avx512bf16() {
         t.name = "avx512-bf16";
         t.matmul = OUTPACE_NS::product_of;
         t.dot_pairs = OUTPACE_NS::dot_pairs_of;
-        t.attention = OUTPACE_NS::attention;
+        t.attention = OUTPACE_NS::attention_of;
         return t;
     }();
     return table;

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from outpace.cli import main as cli
-from outpace.cli.app import NAMES, command
-from outpace.cli.command import Command, Group
+from outpace.cli.app import NAMES, chosen, command, parse
+from outpace.cli.command import Command, Group, UsageError
 from outpace.drafters.catalogue import AUTO
 from outpace.drafters.learned.shipped import BESIDE
 from outpace.engine.engine import Engine
@@ -99,6 +99,18 @@ def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], words:
     code, out, _ = outpace(capsys, *words, "--help")
     assert code == 0
     assert re.search(f"Examples?: outpace {' '.join(words)}", " ".join(out.split()))
+
+
+def test_a_question_alone_is_answered_and_ollamas_words_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outpace(capsys, "Say hello to me.", "--json", "--max-tokens", "4")
+    again = outpace(capsys, "run", "demo", "Say hello to me.", "--json", "--max-tokens", "4")
+    assert code == again[0] == 0
+    assert json.loads(out)["token_ids"] == json.loads(again[1])["token_ids"]
+    for words, name in ((["run", "demo"], "chat"), (["run"], "chat"), (["list"], "cache"), (["ls"], "cache")):
+        assert chosen(words).name == name
+        assert callable(parse(words))
+    with pytest.raises(UsageError, match="did you mean generate"):
+        parse(["genrate", "Say hello."])
 
 
 def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:

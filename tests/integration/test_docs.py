@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -78,6 +79,27 @@ def test_commands_of_a_page_exist(page: Path) -> None:
                 assert rest[2] in names(), line
             else:
                 assert (ROOT / program).exists(), line
+
+
+def test_the_readmes_commands_run_as_pasted_in_an_empty_folder(tmp_path: Path) -> None:
+    """Those that answer; the others name no file that is not there (what they do is tested elsewhere)."""
+    (use,) = [body for body in blocks(ROOT / "README.md", "bash") if "outpace generate" in body]
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for line in use.splitlines():
+        if "outpace generate" in line:
+            done = subprocess.run(
+                ["bash", "-c", line],
+                cwd=tmp_path,
+                env=os.environ | path,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=100,
+            )
+            assert done.returncode == 0, done.stderr
+            assert len(done.stdout) > 10
+        else:
+            assert not re.search(r"\s[\w/]+\.\w+(\s|$)", line.split("#")[0]), f"{line} names a file"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

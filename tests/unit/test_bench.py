@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def test_the_report_has_the_promised_fields_and_pools_them() -> None:
         assert [entry["by_category"][c]["prompts"] for c in ("odd", "even")] == [2, 1]
         assert sum(c["tokens"] for c in entry["by_category"].values()) == entry["tokens"]
         missing = set(entry["by_category"]["odd"]) ^ (set(entry) - {"name", "drafter", "size", "acceptance"})
-        assert missing == {"by_category"}
+        assert missing == {"by_category", "without_loops"}
     steps = sum(r.result.stats.steps for r in bench.runs if r.configuration == "model")
     assert model["tokens_per_step"] == 36 / steps
     json.dumps([run.to_dict() for run in bench.runs], allow_nan=False)
@@ -192,6 +193,36 @@ def test_a_ratio_above_tokens_a_step_is_not_shown_alone(capsys: pytest.CaptureFi
     assert "none against none, as a control: 1.25x" in out
     bench.runs[1] = run_of("ngram", 20, 10, 1.2)
     assert not bench.report()[1]["moved"]
+
+
+def test_figures_are_given_without_answers_that_end_in_a_loop_too(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = bench_of()
+    looping = [
+        run_of(name, 40, steps, seconds)
+        for name, steps, seconds in (("none", 40, 4.0), ("ngram", 5, 0.5), ("model", 5, 1.0))
+    ]
+    for run in looping:
+        run.loop = 30
+    bench.runs = looping
+    assert bench.report()[1]["without_loops"]["speedup"]["ratio"] is None  # there is no other answer
+    bench.runs = [*looping, *(run_of(name, 20, 10, 1.0) for name in ("ngram", "model")), run_of("none", 20, 20, 2.0)]
+    (_, with_all, *_) = bench.report()
+    assert (with_all["looping"], with_all["loop_tokens"], with_all["prompts"]) == (1, 30, 2)
+    assert with_all["speedup"]["ratio"] == pytest.approx(4.0)
+    assert with_all["without_loops"]["speedup"]["ratio"] == pytest.approx(2.0)
+    head = {"model": "toy", "backend": "native", "dtype": "q", "threads": 1, "max_tokens": 9, "temperature": 0.0}
+    configs = [entry for entry in bench.report() if entry["name"] != "model"]
+    show({**head, "acceptance": "coupled", "configs": configs, "control": configs[0], "runs": []}, promised=True)
+    out = capsys.readouterr().out
+    assert "loops at the end of answers: 1 of 2 answers, 30 of 62 tokens" in out
+    assert "without these answers: ngram 2.00x, 1.91 tokens/step" in out
+
+
+def test_the_examples_are_24_in_six_categories_and_the_default() -> None:
+    rows = read_prompts(None)
+    assert len({row.id for row in rows}) == len(rows) == 24
+    assert set(Counter(row.category for row in rows).values()) == {4}
+    assert len({row.category for row in read_prompts(None, limit=6)}) == 6
 
 
 def test_the_control_is_the_first_configuration_again() -> None:

@@ -13,7 +13,7 @@ from benchmarks.figures import made
 from outpace.cli import app
 from outpace.errors import ParameterError
 from outpace.measure.page import Bar, bars
-from outpace.measure.report import fastest, read, sections
+from outpace.measure.report import fastest, picture, read, sections
 
 HERE = Path(__file__).parents[2]
 SPEED = {"tokens_per_second": 90.0, "first_p50": 0.02}
@@ -53,9 +53,11 @@ def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
         assert shown in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "runs" not in json.loads((keep / "bench.json").read_text())
-    for theme in ("light", "dark"):
+    for theme in ("light", "dark"):  # the README's are of the results that lie beside them
         drawn = Path(f"{chart}-{theme}.svg").read_text()
-        assert drawn == (HERE / f"docs/images/speed-{theme}.svg").read_text()  # the README's is of these results
+        assert drawn == (HERE / f"docs/images/speed-{theme}.svg").read_text()
+        checks = picture(read(HERE / "docs/results/experts.json"), theme)
+        assert checks == (HERE / f"docs/images/checks-{theme}.svg").read_text()
     table = sections([read(path) for path in results[1:]])[0]
     assert table.heads == ["", "one & two, 2 cores", "three, 2 cores"]
     assert len(table.lines[0]) == 3
@@ -71,12 +73,13 @@ def test_no_label_of_a_picture_is_cut() -> None:
         Bar("llama.cpp Q4_0, built here, draft-eagle3, " * 2, 90.0, "20 of 24 answers changed, " * 3),
         Bar("c", 1.0),
     ]
-    for picture in (
+    for drawn in (
+        picture(read(HERE / "docs/results/experts.json"), "light"),
         bars(peers.bars, "all", peers.about),
         bars(fastest(peers.value), "four", "d " * 200),
         bars(long, "", ""),
     ):
-        root = ElementTree.fromstring(picture)
+        root = ElementTree.fromstring(drawn)
         (left, _, width, _) = map(float, root.attrib["viewBox"].split())
         for text in root.iter("{http://www.w3.org/2000/svg}text"):
             if not "".join(text.itertext()):

@@ -7,25 +7,15 @@ from importlib import import_module
 
 from outpace.cli.command import Command, Group, choose, overview
 
-NAMES = (  # each the module outpace.cli.NAME, whose COMMAND it is
-    "generate",
-    "bench",
-    "chat",
-    "serve",
-    "verify",
-    "trace",
-    "explain",
-    "learn",
-    "race",
-    "drafters",
-    "plan",
-    "report",
-    "datastore",
-    "train",
-    "export",
-    "cache",
-    "doctor",
-)
+GROUPS = {  # each name the module outpace.cli.NAME, whose COMMAND it is
+    "answer": ("generate", "chat", "serve"),
+    "measure and choose": ("bench", "drafters", "plan", "report"),
+    "understand": ("learn", "race"),
+    "check and look inside": ("verify", "trace", "explain"),
+    "make drafters": ("datastore", "train", "export"),
+    "this machine": ("cache", "doctor"),
+}
+NAMES = tuple(name for names in GROUPS.values() for name in names)
 
 
 def command(name: str) -> Command | Group:
@@ -40,17 +30,39 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
         print(__version__)
         raise SystemExit(0)
-    name, rest = choose("outpace", arguments, NAMES, _help)
+    name, rest = choose("outpace", _ours(arguments), NAMES, _help)
     return command(name).parse("outpace", rest)
 
 
 def chosen(arguments: Sequence[str]) -> Command:
     """The command that a command line, which ``parse`` took, is of."""
-    name, rest = choose("outpace", arguments, NAMES, _help)
+    name, rest = choose("outpace", _ours(arguments), NAMES, _help)
     return command(name).chosen("outpace", rest)
+
+
+def _ours(arguments: Sequence[str]) -> Sequence[str]:
+    """A command line as ours: a question alone is answered, and Ollama's ``run`` and ``list`` are known."""
+    match list(arguments):
+        case [question, *rest] if " " in question.strip() and not question.startswith("-"):
+            return ["generate", question, *rest]
+        case ["run", model, prompt, *rest] if not model.startswith("-") and not prompt.startswith("-"):
+            return ["generate", prompt, "-m", model, *rest]
+        case ["run", model, *rest] if not model.startswith("-"):
+            return ["chat", "-m", model, *rest]
+        case ["run", *rest]:
+            return ["chat", *rest]
+        case ["list" | "ls", *rest]:
+            return ["cache", *rest]
+    return arguments
 
 
 def _help() -> str:
     about = "Speculative decoding of language models: the same tokens, sooner."
-    example = "outpace generate 'Why is the sky blue?' --compare"
-    return overview("outpace", about, example, {name: command(name) for name in NAMES})
+    examples = (
+        "outpace 'Why is the sky blue?'              # generate, with the demo model\n"
+        "outpace run user/repo:Q4_K_M                # chat\n"
+        "outpace generate 'Count to ten.' --compare  # drafted beside plain\n"
+        "outpace serve -m model.gguf                 # OpenAI's API"
+    )
+    groups = {title: {name: command(name) for name in names} for title, names in GROUPS.items()}
+    return overview("outpace", about, examples, groups)

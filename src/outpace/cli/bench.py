@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command, Interrupted
-from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS, SIZE, Common, Load
+from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS_OR_OURS, SIZE, Common, Load
 from outpace.cli.terminal import table
 from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
@@ -25,7 +25,7 @@ _MOVED = "!"  # beside a ratio that drafting cannot explain
 def run(
     load: Load,
     common: Common,
-    prompts: Annotated[Path, PROMPTS],
+    prompts: Annotated[Path | None, PROMPTS_OR_OURS] = None,
     drafter: Annotated[
         list[str] | None, option("Repeatable: the first is compared with. Default: none, then auto.", "--drafter", "-d")
     ] = None,
@@ -159,7 +159,9 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
     print(table(("category", "drafter", *_COLUMNS), rows, left=2))
     first, control = configs[0]["name"], value["control"]["speedup"]
     print(f"speedup: decode tok/s over those of {first}; in brackets: 95 % over prompts")
-    print(f"{first} against {first}, as a control: {written(control)}; so much a ratio says of the machine alone")
+    print(f"{first} against {first}, as a control: {written(control)}; 1.00x would be a machine of constant speed")
+    for line in _loops(configs):
+        print(line)
     if any(cells[-2].endswith(_MOVED) for cells in rows):
         print(f"{_MOVED} more than its tokens a step can give: the machine's speed changed between the runs")
     for note in filter(None, (doubt(entry["name"], entry) for entry in configs)):
@@ -171,6 +173,23 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
         if (parted := run["difference"]) is not None:
             found = Difference(parted["what"], parted["index"], tuple(parted["tokens"]), parted["gap"])
             print(f"{run['config']}, prompt {run['id']}, turn {run['turn'] + 1}: {found}")
+
+
+def _loops(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How many answers end in a loop, which drafts far better than other text, and the figures without them."""
+    from outpace.measure.bench import written
+
+    first = configs[0]
+    if not first["looping"]:
+        yield "loops: no answer ends in one"
+        return
+    share = f"{first['looping']} of {first['prompts']} answers, {first['loop_tokens']} of {first['tokens']} tokens"
+    yield f"loops at the end of answers: {share}"
+    if first["looping"] < first["prompts"]:
+        for entry in configs[1:]:
+            rest = entry["without_loops"]
+            figures = f"{written(rest['speedup'])}, {rest['tokens_per_step']:.2f} tokens/step"
+            yield f"without these answers: {entry['name']} {figures}"
 
 
 def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str]:
@@ -187,4 +206,10 @@ def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str
     ]
 
 
-COMMAND = Command("bench", run, "outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json")
+COMMAND = Command(
+    "bench",
+    run,
+    "outpace bench --limit 6\n"
+    "outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json\n"
+    "outpace bench -m model.gguf -d none -d suffix -d auto -T 0.8 --plot speeds.svg",
+)

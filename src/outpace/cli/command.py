@@ -123,7 +123,9 @@ class Group:
         """The command that ``arguments`` are of. Raises as ``choose``."""
         program = f"{program} {self.name}"
         known = {command.name: command for command in self.commands}
-        name, _ = choose(program, arguments, known, lambda: overview(program, self.about, self.example, known))
+        name, _ = choose(
+            program, arguments, known, lambda: overview(program, self.about, self.example, {"commands": known})
+        )
         return known[name]
 
 
@@ -142,13 +144,14 @@ def choose(
     return arguments[0], arguments[1:]
 
 
-def overview(program: str, about: str, example: str, commands: Mapping[str, Command | Group]) -> str:
-    """Help of what has commands."""
-    lines = _columns((name, _sentence(command.about)) for name, command in commands.items())
+def overview(program: str, about: str, example: str, groups: Mapping[str, Mapping[str, Command | Group]]) -> str:
+    """Help of what has commands, in groups with a title each."""
+    wide = max(len(name) for commands in groups.values() for name in commands) + 4
+    lines: list[str] = []
+    for title, commands in groups.items():
+        lines += [f"{title}:", *_columns(((n, _sentence(c.about)) for n, c in commands.items()), wide), ""]
     more = f"{program} COMMAND --help shows a command's options."
-    return "\n".join(
-        [f"usage: {program} COMMAND ...", "", about, "", "commands:", *lines, "", more, "", _examples(example)]
-    )
+    return "\n".join([f"usage: {program} COMMAND ...", "", about, "", *lines, more, "", _examples(example)])
 
 
 def _sentence(text: str) -> str:
@@ -156,10 +159,11 @@ def _sentence(text: str) -> str:
     return first.split(". ")[0].rstrip(".") + "."
 
 
-def _columns(entries: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of names and, beside them, their meanings, which are wrapped."""
+def _columns(entries: Iterable[tuple[str, str]], wide: int = 0) -> list[str]:
+    """Lines of names and, beside them, their meanings, which are wrapped; these begin at column ``wide`` (0: behind
+    the longest name)."""
     entries = list(entries)
-    wide = max(len(name) for name, _ in entries) + 4
+    wide = wide or max(len(name) for name, _ in entries) + 4
     return [
         line
         for name, text in entries

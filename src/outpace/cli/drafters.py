@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.bench import end, measured
 from outpace.cli.command import Command
-from outpace.cli.options import PROMPTS, Common, Load
+from outpace.cli.options import PROMPTS_OR_OURS, Common, Load
 from outpace.cli.terminal import table
 from outpace.common.parameter import argument, option
 from outpace.errors import Argument, OutpaceError, ParameterError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outpace.measure.prompts import PromptRow
     from outpace.measure.recommend import Prediction
 
-_FEWEST = 6  # rows
+_FEWEST, _OWN = 6, 8  # rows of a file; of those that come with Outpace
 _STEADY = 1.25  # plain decoding against itself: what was measured on a machine that moves more is not kept
 _MACHINE, _RUN = "another machine", "measuring"  # headings
 _LOOKUPS = ("ngram", "suffix", "recycle", "suffix+recycle")
@@ -41,7 +41,7 @@ class Named(Load):
 def run(
     load: Named,
     common: Common,
-    prompts: Annotated[Path | None, PROMPTS] = None,
+    prompts: Annotated[Path | None, PROMPTS_OR_OURS] = None,
     measure: Annotated[
         bool, option("Run each drafter beside plain decoding, and have auto take the fastest.", group=_RUN)
     ] = False,
@@ -175,15 +175,9 @@ def _absolute(spec: str) -> str:
 
 def _rows(prompts: Path | None, limit: int | None, readers: int) -> list[PromptRow]:
     from outpace.measure.prompts import read_prompts
-    from outpace.measure.sample_prompts import SAMPLE
 
-    if prompts is None:
-        if limit is not None or readers > len(SAMPLE):
-            raise ParameterError(
-                f"the package has {len(SAMPLE)} prompts of its own, one for a reader: give --prompts with more"
-            )
-        return list(SAMPLE)
-    rows = read_prompts(prompts, limit or -(-_FEWEST // readers) * readers)
+    default = _OWN if prompts is None else _FEWEST
+    rows = read_prompts(prompts, limit or -(-default // readers) * readers)
     if len(rows) < readers:
         raise ParameterError(f"--readers {readers} needs as many prompts, and there are {len(rows)}: give more")
     return rows

@@ -42,7 +42,7 @@ def run(
     if not record and (load.model != "demo" or drafter):
         name = Argument("drafter", drafter[0]) if drafter else Argument("model", load.model)
         raise ParameterError(name, " is for runs of your own: give --record, too")
-    check_writable(out)
+    check_writable(out, "HTML")
     if record:
         from outpace.measure.learn.record import TREE
         from outpace.measure.learn.record import record as runs_of

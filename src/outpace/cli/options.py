@@ -108,7 +108,9 @@ def size_of(text: str) -> int | str:
 
 
 SIZE = option("Tokens drafted a step. Default: auto, what pays.", "--size", "-s", parser=size_of, metavar="N|auto")
-PROMPTS = option("JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line.")
+_PROMPTS = "JSON lines (turns or prompt, id, category), CSV with such columns, or text: a prompt a line."
+PROMPTS = option(_PROMPTS)
+PROMPTS_OR_OURS = option(f"{_PROMPTS} Default: 24 short ones.")
 LIMIT = option("So many rows, spread evenly over the file.")
 SYSTEM = option("A system message before the conversation.", metavar="TEXT")
 ACCEPTANCE = option("coupled (same tokens), rejection (same distribution).")

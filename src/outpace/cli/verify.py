@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
-from outpace.cli.options import LIMIT, PROMPTS, Common, Draft, Load, Sampling
+from outpace.cli.options import LIMIT, PROMPTS_OR_OURS, Common, Draft, Load, Sampling
 from outpace.cli.summary import seed_of
 from outpace.common.parameter import option
 from outpace.errors import Argument, ParameterError
@@ -24,7 +24,7 @@ def run(
     draft: Draft,
     sampling: Sampling,
     common: Common,
-    prompts: Annotated[Path, PROMPTS],
+    prompts: Annotated[Path | None, PROMPTS_OR_OURS] = None,
     limit: Annotated[int | None, LIMIT] = None,
     url: Annotated[
         str | None,
@@ -130,4 +130,10 @@ def _counts(differences: Sequence[Difference | None]) -> dict[str, int]:
     return counts
 
 
-COMMAND = Command("verify", run, "outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1")
+COMMAND = Command(
+    "verify",
+    run,
+    "outpace verify --drafter suffix\n"
+    "outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1\n"
+    "outpace verify --url http://127.0.0.1:8000",
+)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.common.arrays import F64, I32
+from outpace.common.arrays import F64, I32, repeated_tail
 from outpace.engine.engine import Engine
 from outpace.engine.results import Result
 from outpace.engine.statistics import Stats, pooled
@@ -59,6 +59,7 @@ class Run:
     seconds: float
     difference: Difference | None  # against the first configuration
     joules: float | None = None  # of the machine, divided likewise; None: not known
+    loop: int = 0  # tokens at the end that repeat those before them; the first configuration's answer decides
 
     def to_dict(self) -> dict[str, Any]:
         stats = self.result.stats
@@ -71,6 +72,7 @@ class Run:
             "difference": None if self.difference is None else self.difference.to_dict(),
             "tokens": stats.tokens,
             "prompt_tokens": stats.prompt_tokens,
+            "loop": self.loop,
             "finish_reason": self.result.finish_reason,
             "seconds": self.seconds,
             "joules": self.joules,
@@ -133,12 +135,13 @@ class Bench:
             for row, prompt, first, result in zip(rows, prompts, baseline, results, strict=True):
                 noise, answers = Noise(first.seed, first.sample), (first.token_ids, result.token_ids)
                 difference = compare(configuration.engine, prompt, self.params, noise, *answers)
-                finished.append(Run(row, turn, configuration.name, result, seconds, difference, joules))
+                loop = repeated_tail(first.token_ids)
+                finished.append(Run(row, turn, configuration.name, result, seconds, difference, joules, loop))
         self.runs += finished  # all or none, so that an interruption leaves whole comparisons
         return baseline
 
     def report(self) -> list[dict[str, Any]]:
-        """One entry a configuration, with ``by_category`` of the same fields."""
+        """One entry a configuration, with ``by_category`` and ``without_loops`` of the same fields."""
         out = []
         for configuration in self.configurations:
             categories = dict.fromkeys(run.prompt.category for run in self.runs)
@@ -150,13 +153,16 @@ class Bench:
                 "acceptance": engine.options.acceptance,
                 **self.figures(configuration.name),
             }
+            entry["without_loops"] = self.figures(configuration.name, loops=False)
             entry["by_category"] = {name: self.figures(configuration.name, name) for name in categories}
             out.append(entry)
         return out
 
-    def figures(self, name: str, category: str | None = None) -> dict[str, Any]:
-        """Of a configuration, or of the control, over a category or all prompts."""
+    def figures(self, name: str, category: str | None = None, *, loops: bool = True) -> dict[str, Any]:
+        """Of a configuration, or of the control, over a category or all prompts; or without answers that end in a
+        loop."""
         chosen = [run for run in self.runs if category is None or run.prompt.category == category]
+        chosen = [run for run in chosen if loops or not run.loop]
         own = [run for run in chosen if run.configuration == name]
         first = [run for run in chosen if run.configuration == self.configurations[0].name]
         stats, base = (pooled(run.result.stats for run in runs) for runs in (own, first))
@@ -166,6 +172,8 @@ class Bench:
         return {
             "prompts": len(own),
             "identical": sum(run.difference is None for run in own),
+            "looping": sum(run.loop > 0 for run in own),
+            "loop_tokens": sum(run.loop for run in own),
             "near_ties": sum(run.difference is not None and run.difference.near_tie for run in own),
             "tokens": stats.tokens,
             "decode_tokens_per_second": stats.decode_tokens_per_second,

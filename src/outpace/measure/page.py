@@ -90,6 +90,53 @@ def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> st
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Values at places from left to right, which all lines of a picture share."""
+
+    label: str
+    values: Sequence[float]
+    ours: bool = True
+
+
+def curves(lines: Sequence[Line], places: Sequence[int], title: str, about: str, theme: str = "page") -> str:
+    """An SVG picture of ``lines``, each value written at its point."""
+    text, quiet, grey, green = INK[theme]
+    most = max(max(line.values) for line in lines)
+    left, step, top, high = 24, 150, 56, 150
+    labels = max(_long(line.label, 14) for line in lines)
+    width = max(left + step * (len(places) - 1) + labels + 24, _long(title, 15))
+    words = textwrap.wrap(about, int(width / (12 * _LETTER)))
+    height = top + high + 34 + 16 * len(words)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="14">',
+        f"<title>{escape(f'{title}: {about}' if about else title)}</title>",
+        f'<text x="0" y="18" fill="{text}" font-size="16" font-weight="600">{escape(title)}</text>',
+    ]
+    for i, place in enumerate(places):
+        parts.append(
+            f'<text x="{left + step * i}" y="{top + high + 22}" text-anchor="middle" fill="{quiet}">{place}</text>'
+        )
+    for line in lines:
+        ink, words_ink = (green, text) if line.ours else (grey, quiet)
+        points = [(left + step * i, top + high * (1 - value / most)) for i, value in enumerate(line.values)]
+        path = " ".join(f"{x},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="3"/>')
+        for (x, y), value in zip(points, line.values, strict=True):
+            at = f'x="{x}" y="{y + 18 if line.ours else y - 9:.1f}" text-anchor="middle"'
+            parts += [
+                f'<circle cx="{x}" cy="{y:.1f}" r="4" fill="{ink}"/>',
+                f'<text {at} fill="{words_ink}" font-size="12">{value:.3g}</text>',
+            ]
+        x, y = points[-1]
+        parts.append(f'<text x="{x + 14}" y="{y + 5:.1f}" fill="{words_ink}">{escape(line.label)}</text>')
+    for i, said in enumerate(words):
+        y = height - 6 - 16 * (len(words) - 1 - i)
+        parts.append(f'<text x="0" y="{y}" fill="{quiet}" font-size="12">{escape(said)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def _long(text: str, size: int) -> int:
     """About how many pixels a text takes in a font of ``size``."""
     return int(len(text) * size * _LETTER)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EXAMPLES = Path(__file__).with_name("prompts.jsonl")  # 24 in 6 categories, whose answers end by themselves
 PIECE = 1 << 16  # characters of a text file that are encoded at once
 TEXTS = ("text", "answer", "completion", "prompt")  # fields of a JSON line that hold text
 _BEGINS = b'{"id": '  # every line that ``write_answers`` writes
@@ -42,9 +43,10 @@ class PromptRow:
     messages: tuple[Message, ...] = ()  # what is to be answered, if more than a first turn; ``turns`` has the last one
 
 
-def read_prompts(path: StrPath, limit: int | None = None) -> list[PromptRow]:
-    """The rows of ``path``; with ``limit``, so many of them, spread evenly. Raises ParameterError with the line."""
-    path = Path(path)
+def read_prompts(path: StrPath | None, limit: int | None = None) -> list[PromptRow]:
+    """The rows of ``path`` (None: EXAMPLES); with ``limit``, so many of them, spread evenly. Raises ParameterError
+    with the line."""
+    path = EXAMPLES if path is None else Path(path)
     if limit is not None and limit < 1:
         raise ParameterError(Argument("limit", limit), " is out of range: give at least 1")
     try:

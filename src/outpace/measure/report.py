@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.common.files import StrPath
 from outpace.errors import ParameterError
-from outpace.measure.page import Bar, Section
+from outpace.measure.page import Bar, Line, Section, bars, curves
 
 NAMES = {
     "llamacpp-q4_1": "llama.cpp Q4_1",
@@ -22,6 +22,9 @@ NAMES = {
     "outpace": "Outpace",
 }
 FAMILIES = {"llamacpp": "llama.cpp", "ik": "ik_llama.cpp", "openvino": "OpenVINO", "outpace": "Outpace"}
+_FASTEST = "Decode speed of one answer, tokens/s: each engine at its fastest"
+_CHECKS = "Milliseconds to check 1 to 16 tokens in one forward: less is better"
+_FORWARDS = {"llama.cpp": "llama_bench", "Outpace": "widths"}  # of what ``experts`` writes
 _PLAIN = ("plain", "paged", "paged-f32", "none")  # modes
 DETAILS = ("answers", "prefill", "runs", "plain")  # of single answers: no part of a report
 
@@ -74,15 +77,15 @@ class Result:
 
 
 def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
-    figures, bars = {}, []
+    figures, drawn = {}, []
     for row in sorted(value["table"], key=lambda row: float(row["decode_tokens_per_second"])):
         engine, _, mode = row["config"].partition(" ")
         plain = row["changed"] is None or mode in _PLAIN
         label = f"{NAMES.get(engine, engine)}, {'plain' if mode == 'none' else mode}"
         note = "" if plain else f"{row['changed']} of {row['prompts']} answers changed"
-        bars.append(Bar(label, row["decode_tokens_per_second"], note, engine == "outpace"))
+        drawn.append(Bar(label, row["decode_tokens_per_second"], note, engine == "outpace"))
         figures[label] = f"{row['decode_tokens_per_second']:.0f} tokens/s{f' ({note})' if note else ''}"
-    return figures, "Decode speed, tokens/s", bars
+    return figures, "Decode speed, tokens/s", drawn
 
 
 def fastest(value: Mapping[str, Any]) -> list[Bar]:
@@ -101,26 +104,47 @@ def fastest(value: Mapping[str, Any]) -> list[Bar]:
     return sorted(best.values(), key=lambda bar: bar.value)
 
 
+def picture(result: Result, theme: str) -> str:
+    """The README's of what ``peers`` or ``experts`` measured, as SVG. Raises ParameterError."""
+    about = f"{result.about}. {result.machine}, {result.day}"
+    if "table" in result.value:
+        return bars(fastest(result.value), _FASTEST, about, theme)
+    if "llama_bench" not in result.value:
+        raise ParameterError(f"{result.path} has no chart: give what peers or experts wrote, beside llama.cpp")
+    lines = [Line(name, [e["ms"] for e in result.value[of]], name == "Outpace") for name, of in _FORWARDS.items()]
+    return curves(lines, [entry["width"] for entry in result.value["widths"]], _CHECKS, about, theme)
+
+
+def _experts(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+    figures, drawn = {}, []
+    for name, entries in ((name, value.get(of, ())) for name, of in _FORWARDS.items()):
+        for entry in entries:
+            label = f"{name}, {entry['width']} tokens"
+            drawn.append(Bar(label, entry["ms"], ours=name == "Outpace"))
+            figures[label] = f"{entry['ms']:.1f} ms, {entry['ms'] / entries[0]['ms']:.2f} of one token's"
+    return figures, "Milliseconds of one forward", drawn
+
+
 def _bench(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
-    figures, bars = {}, []
+    figures, drawn = {}, []
     for row in value["configs"]:
         speed = row["decode_tokens_per_second"]
         note = f"{row['identical']} of {row['prompts']} identical"
-        bars.append(Bar(row["name"], speed, note))
+        drawn.append(Bar(row["name"], speed, note))
         figures[row["name"]] = f"{speed:.0f} tokens/s, {row['tokens_per_step']:.2f} a step, {note}"
-    return figures, "Decode speed, tokens/s", bars
+    return figures, "Decode speed, tokens/s", drawn
 
 
 def _serving(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
-    figures, bars = {}, []
+    figures, drawn = {}, []
     for name, server in value["servers"].items():
         for readers, row in server["concurrency"].items():
             label = f"{name}, {readers} at once"
-            bars.append(Bar(label, row["tokens_per_second"], ours=name == "outpace"))
+            drawn.append(Bar(label, row["tokens_per_second"], ours=name == "outpace"))
             figures[label] = (
                 f"{row['tokens_per_second']:.0f} tokens/s, first token {1e3 * row['first_p50']:.0f} ms (p50)"
             )
-    return figures, "Throughput, tokens/s", bars
+    return figures, "Throughput, tokens/s", drawn
 
 
 def _invariance(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
@@ -128,11 +152,11 @@ def _invariance(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar
     figures = {
         n: f"{f['changed']} of {f['answers']} answers changed, {f['bits']} more in bits alone" for n, f in scores
     }
-    bars = [
+    drawn = [
         Bar(n, 100 * f["changed"] / max(f["answers"], 1), f"{f['changed']} of {f['answers']}", n == "outpace")
         for n, f in scores
     ]  # fmt: skip
-    return figures, "Answers changed, %", bars
+    return figures, "Answers changed, %", drawn
 
 
 def _prove(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
@@ -155,6 +179,7 @@ def _scores(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
 _Reader = Callable[[Mapping[str, Any]], tuple[dict[str, str], str, list[Bar]]]
 _READERS: Mapping[str, tuple[str, _Reader]] = {  # by a field that only this kind has
     "table": ("Beside other engines", _peers),
+    "widths": ("What a check costs", _experts),
     "servers": ("Serving", _serving),
     "scores": ("Does an answer change with the load?", _invariance),
     "cases": ("Does drafting change a token?", _prove),
@@ -172,7 +197,7 @@ def read(path: StrPath) -> Result:
         return Result(kind, path, value, *reader(value))
     except StopIteration:
         raise ParameterError(
-            f"{path} is no result of peers, serving, invariance, prove, scores or outpace bench"
+            f"{path} is no result of peers, experts, serving, invariance, prove, scores or outpace bench"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "give what outpace bench --json or a benchmark wrote"

@@ -85,7 +85,7 @@ class LoopOptions:
         """Raises ParameterError."""
         if (self.steps, self.epochs, self.minutes).count(None) != 2:
             raise ParameterError(
-                "how long to train has one unit: give one of ",
+                "the length of a training is given once: by one of ",
                 Argument("steps"), ", ", Argument("epochs"), ", ", Argument("minutes"),
             )  # fmt: skip
         check(self)

@@ -176,7 +176,7 @@ class Metadata(Body):
 
 
 class Conversation(Body):
-    """What a prompt is made of. A last turn of the assistant's is gone on with."""
+    """What a prompt is made of. An answer continues a last turn of the assistant's."""
 
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: str | Items[TextBlock] | None = None
