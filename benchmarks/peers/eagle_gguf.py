@@ -61,8 +61,8 @@ def eagle_gguf(drafter: Path, model: Path) -> Path:
             writer.add_tensor(f"{name}.weight", tensors[f"{ours}.weight"])
         for name, values in {
             "fc": tensors["fc.weight"],
-            "blk.0.attn_q": _pairs(tensors[at + "self_attn.q_proj.weight"], shape.heads),
-            "blk.0.attn_k": _pairs(tensors[at + "self_attn.k_proj.weight"], shape.kv_heads),
+            "blk.0.attn_q": pairs(tensors[at + "self_attn.q_proj.weight"], shape.heads),
+            "blk.0.attn_k": pairs(tensors[at + "self_attn.k_proj.weight"], shape.kv_heads),
             "blk.0.attn_v": tensors[at + "self_attn.v_proj.weight"],
             "blk.0.attn_output": tensors[at + "self_attn.o_proj.weight"],
             **{f"blk.0.ffn_{short}": tensors[f"{at}mlp.{short}_proj.weight"] for short in ("gate", "up", "down")},
@@ -72,6 +72,6 @@ def eagle_gguf(drafter: Path, model: Path) -> Path:
     return made
 
 
-def _pairs(values: Any, heads: int) -> Any:
+def pairs(values: Any, heads: int) -> Any:
     """Each head's halves as pairs, which llama.cpp rotates."""
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

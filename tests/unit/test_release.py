@@ -138,7 +138,11 @@ def test_what_a_release_leaves(repository: Path, tmp_path_factory: pytest.TempPa
     ],
 )
 def test_what_a_wheel_holds(tmp_path: Path, name: str, files: list[str], complaint: str) -> None:
-    inside = (path for path in (ROOT / "src" / "outpace").rglob("*") if path.suffix in (".py", ".json", ".safetensors"))
+    inside = (
+        path
+        for path in (ROOT / "src" / "outpace").rglob("*")
+        if path.suffix in (".py", ".json", ".safetensors", ".gguf")
+    )
     needed = {path.relative_to(ROOT / "src").as_posix() for path in inside}
     needed |= set() if "-types" in files else {"outpace/_native.pyi"}
     left_out = {file for file in needed if f"-{Path(file).parent.name}" in files}

@@ -65,7 +65,7 @@ class Load(LoadOptions):
     GROUP: ClassVar[str] = "loading the model"
 
     model: str = defined(
-        "demo", "demo, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file.",
+        "demo", "demo, demo-draft, demo-gemma, user/repo:Q4_K_M, a Hugging Face id, a folder or a .gguf file.",
         option=("--model", "-m"), group="",
     )  # fmt: skip
     prefix_rows: int | None = defined(

@@ -1,4 +1,8 @@
-"""The demo models: GGUF files that come inside Python packages. The packages themselves are never imported."""
+"""The demo models: GGUF files that come inside Python packages. The packages themselves are never imported.
+
+``demo-draft``, a small model distilled from SmolLM2-135M-Instruct, comes with Outpace: the two are a pair to see
+speculative decoding with two real models.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,11 @@ def smollm2() -> Path:
             ")",
         )
     return folder / SMOLLM2
+
+
+def draft() -> Path:
+    """The small model that drafts for SmolLM2-135M-Instruct, with its tokenizer; made by ``benchmarks.pair``."""
+    return Path(__file__).parent / "demo-draft.gguf"
 
 
 def gemma(cache: Path) -> Path:

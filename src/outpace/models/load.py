@@ -68,8 +68,9 @@ class MemoryEstimate:
 
 
 def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
-    """Find ``spec``: demo, demo-gemma, a .gguf file, a folder, a Hugging Face id, or a GGUF file in such a repository,
-    by its quantisation ("user/repo:Q4_K_M"); what is not cached is downloaded. An ``os.PathLike`` is a file or folder.
+    """Find ``spec``: demo, demo-draft, demo-gemma, a .gguf file, a folder, a Hugging Face id, or a GGUF file in such a
+    repository, by its quantisation ("user/repo:Q4_K_M"); what is not cached is downloaded. An ``os.PathLike`` is a file
+    or folder.
 
     Raises ModelError with the remedy when it cannot be found.
     """
@@ -84,6 +85,8 @@ def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
         )
     if spec == "demo":
         return Source(spec, "gguf", demo.smollm2())
+    if spec == "demo-draft":
+        return Source(spec, "gguf", demo.draft())
     if spec == "demo-gemma":
         return Source(spec, "gguf", demo.gemma(cache_dir()))
     if (there := _at(spec)) is not None:

@@ -13,7 +13,7 @@ from outpace.common.files import expanded
 from outpace.errors import Argument, ModelError
 from outpace.models.families import named_class, text_part
 
-BUILT_IN = ("demo", "demo-gemma")  # models that need no hub
+BUILT_IN = ("demo", "demo-draft", "demo-gemma")  # models that need no hub
 _IMAGE_GGUF = frozenset(
     ("clip", "flux", "sd1", "sd3", "sdxl", "aura", "hidream", "cosmos", "ltxv", "hyvid", "wan", "lumina2", "qwen_image")
 )

@@ -130,6 +130,7 @@ def replaced(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterat
 
 _BETAS = (0.9, 0.95)
 _MOMENTUM = 0.95
+TOKEN_ROWS = ("embed_tokens", "lm_head")  # a row a token, of which a batch has few: not for Muon
 State = dict[int, dict[str, Tensor]]  # by the parameter's number
 
 
@@ -196,18 +197,20 @@ class AdamW:
 
 
 class Optimiser:
-    """One or two optimisers as one. ``kind``: "adamw", or "muon" (of matrices; AdamW has the vectors)."""
+    """One or two optimisers as one. ``kind``: "adamw", or "muon" (of matrices; AdamW has vectors, embedding, head)."""
 
     def __init__(
         self, network: nn.Module, kind: str, lr: float, weight_decay: float, dtype: torch.dtype = torch.float32
     ) -> None:
         self.lr = lr
-        params = [p for p in network.parameters() if p.requires_grad]
-        matrices = [p for p in params if p.ndim == 2]
-        vectors = [p for p in params if p.ndim != 2]
+        named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        matrices = [p for _, p in named if p.ndim == 2]
+        vectors = [p for _, p in named if p.ndim != 2]
         self._parts: list[Muon | AdamW] = []
         if kind == "muon":
-            self._parts = [Muon(matrices, weight_decay, dtype), AdamW([(vectors, 0.0)])]
+            tokens = [p for name, p in named if name in TOKEN_ROWS]
+            matrices = [p for name, p in named if p.ndim == 2 and name not in TOKEN_ROWS]
+            self._parts = [Muon(matrices, weight_decay, dtype), AdamW([(vectors, 0.0), (tokens, 0.0)])]
         else:
             self._parts = [AdamW([(vectors, 0.0), (matrices, weight_decay)])]
 

@@ -131,6 +131,23 @@ class States(Protocol):
     def close(self) -> None: ...
 
 
+class NoStates:
+    """``States`` of a training that reads none."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def plan(self, order: Sequence[int]) -> None:
+        """See ``States``."""
+
+    def states(self, i: int) -> Tensor:
+        """[L, 0, 0]."""
+        return torch.empty(len(self._answers[i].tokens), 0, 0)
+
+    def close(self) -> None:
+        """See ``States``."""
+
+
 class Packing:
     """Batches on ``device`` of at most ``budget`` tokens of ``answers``, each answer cut at ``longest``.
 
@@ -275,8 +292,8 @@ class Objective(ABC, Generic[NetworkT, OptionsT]):
     write: Write = staticmethod(checkpoint.write)  # the checkpoint of what ``export`` gives
 
     @classmethod
-    def layers(cls, options: OptionsT, count: int) -> tuple[int, ...]:
-        """The layers, of ``count``, whose outputs the network reads, beside the last one's."""
+    def layers(cls, options: OptionsT, count: int) -> tuple[int, ...] | None:
+        """The layers, of ``count``, whose outputs the network reads, beside the last one's; None: not even that."""
         return ()
 
     @classmethod

@@ -13,6 +13,7 @@ LENGTH = "length"  # of the expected accepted length of a chain: ``losses.expect
 OPTIMISERS = ("muon", "adamw")
 EAGLE_INITS = ("fresh", "layer", "now", "next", "layer+now", "layer+next")
 STUDENT_INITS = ("scratch", "first", "last", "even")
+ANSWER = "answer"  # -log q of the answer's own token, which needs no target
 
 _DATA, _BETWEEN = "what it learns from", "evaluations and snapshots"  # headings
 _CANDIDATES = option("Rows of the head a batch is trained against. 0: all.", values=Interval("[0, inf)"))
@@ -188,13 +189,31 @@ class DistilOptions(_Method):
 
     method: ClassVar[str] = "distil"
     layers: int = defined(4, "Of the student.", Interval("[1, inf)"))
+    hidden: int | None = defined(
+        None, "Width of the student's states, best a multiple of 32. Default: the target's.", Interval("[1, inf)")
+    )
     init: str = defined("even", "scratch, or the target's layers: first, last or even (spread).", Choice(STUDENT_INITS))
-    loss: str = defined("kl", "kl (forward), reverse, tv (1 - acceptance), lk or hybrid.", Choice(LOSSES))
+    start: str | None = defined(None, "A model to go on with, perhaps another training's OUT, instead of the three.")
+    loss: str = defined(
+        "kl",
+        "kl (forward), reverse, tv (1 - acceptance), lk, hybrid, or answer: its own tokens, without the target.",
+        Choice((*LOSSES, ANSWER)),
+    )
     free: bool = defined(False, "Train embedding and head, too; else they stay the target's.")
     all_tokens: bool = defined(False, "The loss covers all tokens, not only --draft-vocab of them.")
+    candidates: int = defined(0, _CANDIDATES)
     on_policy: float = defined(0.0, "Share of answers that the student continues.", Interval("[0, 1]"))
     on_policy_tokens: int = defined(32, "Tokens of such a continuation.", Interval("[1, 1024]"))
     depth: int = defined(4, _DEPTH)
+
+    def check(self) -> None:
+        """Raises ParameterError."""
+        check(self)
+        if self.on_policy and self.loss == ANSWER:
+            raise ParameterError(
+                Argument("loss", ANSWER), " learns the answers' own tokens, and ",
+                Argument("on_policy", self.on_policy), " replaces them: give another loss, or 0",
+            )  # fmt: skip
 
 
 Options = EagleOptions | MtpOptions | MedusaOptions | ParallelOptions | DistilOptions

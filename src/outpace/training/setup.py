@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from outpace.models.options import LoadOptions
 from outpace.training.data import Answers
 from outpace.training.hidden_states import HiddenStateSource
 from outpace.training.loop import Loop, Team, device_named
-from outpace.training.objective import Objective, Packing
+from outpace.training.objective import NoStates, Objective, Packing, States
 from outpace.training.options import MAY_CHANGE, LoopOptions
 from outpace.training.target import DraftVocabulary, TargetParts, TargetWeights
 
@@ -57,7 +57,7 @@ class Setup:
     weights: TargetWeights
     parts: TargetParts
     hidden_layers: tuple[int, ...]
-    states: HiddenStateSource
+    states: States
     train: Packing
     held_out: Packing
     counts: I64
@@ -87,10 +87,11 @@ class Setup:
 
 @contextmanager
 def prepared(
-    run: Run, hidden_layers: Callable[[int], tuple[int, ...]], vocabulary: DraftVocabulary | None = None
+    run: Run, hidden_layers: Callable[[int], tuple[int, ...] | None], vocabulary: DraftVocabulary | None = None
 ) -> Iterator[Setup]:
-    """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many;
-    ``vocabulary``: what can be drafted where the options do not say it (None: the most frequent tokens).
+    """Open the answers and the target that gave them. ``hidden_layers``: the layers to read of so many
+    (None: no states are needed); ``vocabulary``: what can be drafted where the options do not say it (None: the most
+    frequent tokens).
 
     Raises DataError for answers of another target, ParameterError for options, ModelError.
     """
@@ -114,7 +115,11 @@ def prepared(
         weights = TargetWeights(source)
         layers = hidden_layers(weights.decoder.layers)
         train, held_out = split(answers, settings)
-        states = [stack.enter_context(HiddenStateSource(part, layers, threads=threads)) for part in (train, held_out)]
+
+        def states_of(part: Answers) -> States:
+            return NoStates(part) if layers is None else HiddenStateSource(part, layers, threads=threads)
+
+        states = [stack.enter_context(closing(states_of(part))) for part in (train, held_out)]
         counts = train.token_counts(prompts=True)
         if vocabulary is None or settings.draft_vocab is not None:
             size = min(DRAFT_VOCAB, len(counts)) if settings.draft_vocab is None else settings.draft_vocab
@@ -126,13 +131,13 @@ def prepared(
                 f"judged on; the draft vocabulary has {covered:.1%} of these answers' tokens"
             )
 
-        def packed(part: Answers, source: HiddenStateSource, prompts: float, loops: float) -> Packing:
+        def packed(part: Answers, source: States, prompts: float, loops: float) -> Packing:
             budget, longest = settings.tokens, settings.longest
             assert longest is not None, "check has set it"
             return Packing(part, source, budget, longest, prompts, settings.seed, team.device, loop_weight=loops)
 
         yield Setup(
-            run, answers, source, weights, weights.parts(), layers, states[0],
+            run, answers, source, weights, weights.parts(), layers or (), states[0],
             packed(train, states[0], settings.prompt_weight, settings.loop_weight),
             packed(held_out, states[1], 0.0, 1.0), counts, vocabulary, team,
         )  # fmt: skip

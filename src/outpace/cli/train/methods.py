@@ -87,7 +87,7 @@ def _train(place: Place, options: Options, settings: LoopOptions, common: Common
         try:
             if place.resume and loop.resume():
                 say(_resumed(loop))
-            elif isinstance(options, EagleOptions) and options.start is not None:
+            elif isinstance(options, EagleOptions | DistilOptions) and options.start is not None:
                 loop.continue_from(Path(options.start))
             at = loop.run()
         except KeyboardInterrupt as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,15 +20,16 @@ from outpace.drafters.learned.layouts import Decoder
 from outpace.drafters.learned.networks.layers import Layer, Norm, Rope, initialise
 from outpace.errors import Argument, ParameterError
 from outpace.models.base import Model
-from outpace.models.load import Source
+from outpace.models.load import Source, resolve
 from outpace.models.weights import safetensors
 from outpace.text.tokenizer import Tokenizer
 from outpace.training.hidden_states import forward_states, open_target
 from outpace.training.objective import Objective, Simulated, TrainBatch, walk
 from outpace.training.objectives.losses import LOSSES, in_chunks, sequence_weights
-from outpace.training.options import DistilOptions
+from outpace.training.objectives.narrow import Narrowing
+from outpace.training.options import ANSWER, DistilOptions
 from outpace.training.setup import Setup, shaped_as
-from outpace.training.target import DraftVocabulary, TargetParts
+from outpace.training.target import DraftHead, DraftVocabulary, TargetParts, TargetWeights
 
 # -- student ----------------------------------------------------------------------------------------------------------
 # A small Llama, as a draft model of its own: distilled from the target, served like any other model.
@@ -118,7 +121,7 @@ class Student(nn.Module):
     def _normed(self, tokens: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """Normed states [n, h]; ``attend(i, q, k, v)`` mixes layer i's heads [n, heads, head_dim]."""
         cos, sin = self.rope(position)
-        x = self.embed_tokens[tokens]
+        x = F.embedding(tokens, self.embed_tokens)
         for i, layer in enumerate(self.layers):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             mixed = attend(i, attention.queries(normed, cos, sin), *attention.keys_values(normed, cos, sin))
@@ -182,7 +185,8 @@ class NativeTeacher:
 
 class DistilObjective(Objective[Student, DistilOptions]):
     """See ``Objective``. ``vocabulary``: the loss covers these tokens alone, with both distributions renormalised
-    (None: all). ``teacher``: needed for sequences that the student continues."""
+    (None: all). ``teacher``: needed for sequences that the student continues. ``counts`` int64 [V]: how often tokens
+    occur in the training data; with them, the most frequent ones are always candidates."""
 
     def __init__(
         self,
@@ -191,17 +195,19 @@ class DistilObjective(Objective[Student, DistilOptions]):
         options: DistilOptions,
         vocabulary: DraftVocabulary | None = None,
         teacher: Teacher | None = None,
+        counts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         options.check()
         if options.on_policy and teacher is None:
             raise ValueError("on-policy distillation needs a teacher")
         self.network, self.target, self.options, self.teacher = network, target, options, teacher
-        device = target.head.device
-        self.ids = None if vocabulary is None else torch.from_numpy(vocabulary.ids).to(device)
-        self._inside = torch.ones(target.vocab, dtype=torch.bool, device=device)
-        if vocabulary is not None:
-            self._inside = torch.from_numpy(vocabulary.t2d).to(device)
-        self._rows = target.head if self.ids is None else target.head[self.ids].contiguous()
+        every = DraftVocabulary.of(np.arange(target.vocab), target.vocab)
+        self._head = DraftHead(target, vocabulary or every, counts, options.candidates)
+
+    @classmethod
+    def layers(cls, options: DistilOptions, count: int) -> tuple[int, ...] | None:
+        """See ``Objective``."""
+        return None if options.loss == ANSWER else ()
 
     @classmethod
     def begin(cls, setup: Setup, options: DistilOptions) -> DistilObjective:
@@ -209,7 +215,8 @@ class DistilObjective(Objective[Student, DistilOptions]):
         student, parts = _student(setup, options).to(setup.device), setup.parts.to(setup.device)
         vocabulary = None if options.all_tokens else setup.vocabulary
         target = open_target(setup.answers.meta, setup.run.threads) if options.on_policy else None
-        made = cls(student, parts, options, vocabulary, None if target is None else NativeTeacher(target))
+        teacher = None if target is None else NativeTeacher(target)
+        made = cls(student, parts, options, vocabulary, teacher, setup.counts)
         made.write = partial(write_model, _tokenizer(setup.source))
         return made
 
@@ -221,22 +228,28 @@ class DistilObjective(Objective[Student, DistilOptions]):
         student, name = self.network, self.options.loss
         if self.options.on_policy:
             batch = self.mixed(batch)
-        following = torch.cat([batch.tokens[1:], batch.tokens[:1]])
-        at = torch.nonzero(batch.loss_mask & self._inside[following]).flatten()
+        place = self._head.place[torch.cat([batch.tokens[1:], batch.tokens[:1]])]
+        at = torch.nonzero(batch.loss_mask & (place >= 0)).flatten()
         if not len(at):
             return torch.zeros((), device=batch.device), {}
+        found = self._head.draw(batch.tokens, torch.Generator().manual_seed(batch.seed))
+        answers = place[at] if found.chosen is None else torch.searchsorted(found.chosen, place[at])
         weight = sequence_weights(batch.weight[at], batch.sequence[at], batch.sequences)
         normed = student(batch.tokens, batch.position, batch.starts)[at]
-        target_states = self.target.norm(batch.states[at, -1])
-        rows = student.lm_head if self.ids is None else student.lm_head[self.ids]
-        measure = LOSSES[name][0]
+        rows = student.lm_head[self._head.ids if found.chosen is None else self._head.ids[found.chosen]]
+        offset: Tensor | float = 0.0 if found.offset is None else found.offset
+        target_states = None if name == ANSWER else self.target.norm(batch.states[at, -1])
 
         def piece(start: int, stop: int, normed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-            logits = normed @ rows.T
-            with torch.no_grad():
-                p = torch.softmax(target_states[start:stop] @ self._rows.T, -1)
-            missed = measure(logits, p)
-            agree = (logits.argmax(-1) == p.argmax(-1)).to(missed.dtype)
+            logits = normed @ rows.T + offset
+            if target_states is None:
+                likeliest = answers[start:stop]
+                missed = F.cross_entropy(logits, likeliest, reduction="none")
+            else:
+                with torch.no_grad():
+                    p = torch.softmax(target_states[start:stop] @ found.head.T + offset, -1)
+                likeliest, missed = p.argmax(-1), LOSSES[name][0](logits, p)
+            agree = (logits.argmax(-1) == likeliest).to(missed.dtype)
             return (weight[start:stop] * missed).sum(), torch.stack((missed, agree), -1).detach()
 
         total, facts = in_chunks(piece, _ROWS, (normed,), (rows,))
@@ -311,31 +324,69 @@ class DistilObjective(Objective[Student, DistilOptions]):
 
 
 def _student(setup: Setup, options: DistilOptions) -> Student:
-    """A student at its beginning. Raises ParameterError where the target's layers are no Llama's."""
-    weights, parts = setup.weights, setup.parts
+    """A student at its beginning. Raises ParameterError where layers to begin as are no Llama's, ModelError."""
+    if options.start is not None:
+        return _started(setup, resolve(options.start), options)
+    weights, parts, hidden = setup.weights, setup.parts, options.hidden or setup.parts.hidden
+    if hidden > parts.hidden:
+        raise ParameterError(Argument("hidden", hidden), f" is out of range: the target has {parts.hidden}")
     last = weights.decoder.layers - 1
     qk_norm = options.init != "scratch" and weights.vector(last, "q_norm") is not None
-    embedding = parts.embedding if parts.embedding_scale == 1 else parts.embedding * parts.embedding_scale
-    head = parts.head
-    if options.free:  # the target keeps its own
-        tied = head is embedding
-        embedding = embedding.clone()
-        head = embedding if tied else head.clone()
     decoder = shaped_as(weights, options.layers, qk_norm)
-    student = Student(decoder, embedding, head, frozen=not options.free, seed=setup.run.options.seed)
+    narrowing, final_norm = None, parts.final_norm
+    if hidden < parts.hidden:
+        ffn = max(32, round(decoder.ffn * hidden / parts.hidden / 32) * 32)
+        decoder = replace(decoder, hidden=hidden, ffn=min(ffn, decoder.ffn))
+        narrowing = Narrowing.of(parts.embedding, torch.from_numpy(setup.counts), hidden)
+        final_norm = narrowing.final_norm(final_norm)
+    student = _with_rows(parts, decoder, options, setup.run.options.seed, narrowing)
     if options.init == "scratch":
         return student
-    if weights.decoder.family.name not in ("llama", "mistral", "qwen3") or weights.vector(last, "q_bias") is not None:
-        raise ParameterError(
-            f"a student cannot begin as layers of {setup.source.name}, which are no Llama's: give ",
-            Argument("init", "scratch"),
-        )
     layers = []
     for i in chosen_layers(weights.decoder.layers, options.layers, options.init):
-        norms = {name: weights.vector(i, name) for name in ("q_norm", "k_norm")}
-        layers.append({**weights.layer(i), **{name: norm for name, norm in norms.items() if norm is not None}})
-    student.take(layers, parts.final_norm)
+        layer = _layer(weights, i, setup.source)
+        layers.append(layer if narrowing is None else narrowing.layer(layer, decoder.ffn))
+    student.take(layers, final_norm)
     return student
+
+
+def _started(setup: Setup, source: Source, options: DistilOptions) -> Student:
+    """The model of ``source``, whole. Raises as ``_student`` does."""
+    weights = TargetWeights(source)
+    parts, count = weights.parts(), weights.decoder.layers
+    if parts.vocab != setup.parts.vocab:
+        raise ParameterError(
+            Argument("start", source.name), f" has {parts.vocab} tokens, and the target {setup.parts.vocab}: give a "
+            "model of the target's tokenizer",
+        )  # fmt: skip
+    qk_norm = weights.vector(count - 1, "q_norm") is not None
+    student = _with_rows(parts, shaped_as(weights, count, qk_norm), options, setup.run.options.seed)
+    student.take([_layer(weights, i, source) for i in range(count)], parts.final_norm)
+    return student
+
+
+def _with_rows(
+    parts: TargetParts, decoder: Decoder, options: DistilOptions, seed: int, narrowing: Narrowing | None = None
+) -> Student:
+    """A random student with embedding and head of ``parts``."""
+    embedding = parts.embedding if parts.embedding_scale == 1 else parts.embedding * parts.embedding_scale
+    head, tied = parts.head, parts.head is embedding
+    if narrowing is not None:
+        embedding, head = embedding @ narrowing.basis, head @ narrowing.basis
+    elif options.free:  # the target keeps its own
+        embedding, head = embedding.clone(), head.clone()
+    return Student(decoder, embedding, embedding if tied else head, frozen=not options.free, seed=seed)
+
+
+def _layer(weights: TargetWeights, i: int, source: Source) -> dict[str, Tensor]:
+    """Layer ``i`` as ``Student.take`` has it. Raises ParameterError where it is no Llama's."""
+    if weights.decoder.family.name not in ("llama", "mistral", "qwen3") or weights.vector(i, "q_bias") is not None:
+        raise ParameterError(
+            f"a student cannot begin as layers of {source.name}, which are no Llama's: give ",
+            Argument("init", "scratch"),
+        )
+    norms = {name: weights.vector(i, name) for name in ("q_norm", "k_norm")}
+    return {**weights.layer(i), **{name: norm for name, norm in norms.items() if norm is not None}}
 
 
 def _tokenizer(source: Source) -> Tokenizer:
@@ -360,9 +411,12 @@ def write_model(
     tokenizer.save(folder)
     safetensors.write(folder / "model.safetensors", tensors, "BF16")
     write_json(folder / RECIPE, {"method": method, "target": dict(target), "recipe": dict(recipe)})
+    # The same arithmetic by the name under which transformers takes any width.
+    kind = "Qwen3" if shape.qk_norm else "Mistral" if shape.hidden % shape.heads else "Llama"
     config = {
-        "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        **({"sliding_window": None} if kind == "Mistral" else {}),
         "dtype": "bfloat16",
         "vocab_size": len(tensors["model.embed_tokens.weight"]),
         "hidden_size": shape.hidden,
