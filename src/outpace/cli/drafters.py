@@ -127,9 +127,10 @@ def run(
         for engine in loaded:
             engine.close()
     value["unfit"] = unfit
-    if html is not None:
+    any_figures = bool(value["settings"])  # none: it was interrupted before there was one
+    if html is not None and any_figures:
         _write(html, value)
-    if not common.emit(value):
+    if not common.emit(value) and any_figures:
         _show(value)
     end(stopped, value.get("bench"))
     return 0
@@ -177,7 +178,7 @@ def _rows(prompts: Path | None, limit: int | None, readers: int) -> list[PromptR
     from outpace.measure.prompts import read_prompts
 
     default = _OWN if prompts is None else _FEWEST
-    rows = read_prompts(prompts, limit or -(-default // readers) * readers)
+    rows = read_prompts(prompts, -(-default // readers) * readers if limit is None else limit)
     if len(rows) < readers:
         raise ParameterError(f"--readers {readers} needs as many prompts, and there are {len(rows)}: give more")
     return rows
@@ -419,7 +420,9 @@ def _notes(value: Mapping[str, Any]) -> list[str]:
         if "speed" in bare and bare["measured"]:
             moved = bare["measured"] / bare["speed"] - 1
             notes.append(f"between prediction and measurement the machine's speed changed by {moved:+.0%}")
-        if "kept" not in value:
+        if value["bench"]["interrupted"]:
+            notes.append("nothing is kept for auto, since measuring was interrupted")
+        elif "kept" not in value:
             notes.append("nothing is kept for auto, since the machine's speed changed too much, or no size was auto's")
     if value.get("kept"):
         notes.append(f"auto stands for {value['kept']['auto']} beside this model from now on ({value['kept']['file']})")
