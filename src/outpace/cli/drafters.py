@@ -25,6 +25,7 @@ _FEWEST, _OWN = 6, 8  # rows of a file; of those that come with Outpace
 _STEADY = 1.25  # plain decoding against itself: what was measured on a machine that moves more is not kept
 _MACHINE, _RUN = "another machine", "measuring"  # headings
 _LOOKUPS = ("ngram", "suffix", "recycle", "suffix+recycle")
+_SHIPPED = ("demo", "demo-draft", "demo-gemma")  # whatever a folder is called
 _BESIDE = ("suffix+mtp", "suffix+eagle:demo")  # for models that have one
 
 
@@ -169,9 +170,12 @@ def _applicable(published: Sequence[Published]) -> list[str]:
 
 def _absolute(spec: str) -> str:
     """A spec whose relative path, if it has one, is found from any folder: for ``auto``, which remembers it."""
-    return re.sub(
-        r"(?<=:)[^,+]+", lambda found: str(Path(found[0]).resolve()) if Path(found[0]).exists() else found[0], spec
-    )
+
+    def path(found: re.Match[str]) -> str:
+        its = found[0]
+        return str(Path(its).resolve()) if its not in _SHIPPED and Path(its).exists() else its
+
+    return re.sub(r"(?<=:)[^,+]+", path, spec)
 
 
 def _rows(prompts: Path | None, limit: int | None, readers: int) -> list[PromptRow]:
