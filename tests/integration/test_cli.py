@@ -648,6 +648,7 @@ BAD = {
     "unknown drafter": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram"),
     "measuring elsewhere": (("drafters", "demo", "--measure", "--cores", "4"), "on this machine"),
     "sizes without measuring": (("drafters", "demo", "--prompts", "x", "--sizes"), "give both"),
+    "no rows": (("drafters", "demo", "--measure", "--limit", "0"), "--limit 0 is out of range"),
     "an unknown card": (("drafters", "demo", "--prompts", "x", "--card", "H1"), "A100"),
     "figures of a server": (("serve", "--json"), "leave it out"),
     "other tokenizer": (
@@ -671,7 +672,7 @@ BAD = {
     ),
     "context": (("verify", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
     "bench context": (("bench", "--prompts", "PROMPTS", "--max-length", "10"), "prompt a has"),
-    "missing option": (("bench",), "--prompts"),
+    "missing argument": (("drafters",), "MODEL"),
     "unknown command": (("benhc",), "benhc"),
     "unknown option": (("generate", "hi", "--bogus"), "--bogus"),
     "no prompts file": (("bench", "--prompts", "/nope.jsonl"), "cannot be read"),

@@ -182,17 +182,26 @@ def test_auto_takes_what_was_measured(
     copy = tmp_path / "renamed.gguf"
     copy.write_bytes(gguf.read_bytes())
     caplog.set_level(logging.INFO)
-    for spec in ("ngram:min=2", "", "model:/nowhere"):
+    for spec in ("ngram:min=2", "", "model:/nowhere", "of_another_folder:Echo"):
         assert measured.keep(str(copy), LoadOptions(), numbers if spec else None, spec, 8) is not None
         with closing(built("auto", model)) as drafter:
-            stands_for = {"ngram:min=2": "ngram", "": AUTO, "model:/nowhere": shipped.BESIDE}[spec]
-            assert drafter.name == stands_for
+            assert drafter.name == {"ngram:min=2": "ngram", "": AUTO}.get(spec, shipped.BESIDE)
         assert (chosen(model).spec, chosen(model).measured) == (spec or AUTO, True)
         assert f"auto stands for {spec or AUTO}: measured on " in caplog.text
     assert "2.00 times plain decoding (1.80 to 2.20), 2.50 tokens a step" in chosen(model).why
     assert "measure again with outpace drafters --measure" in caplog.text
     other = replace(LoadOptions(), backend="transformers")
     assert choose(model.info, other).spec == shipped.BESIDE, "measured beside another backend"
+
+
+def test_a_model_loads_where_the_draft_model_that_was_measured_is_gone(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    numbers = {"ratio": 2.0, "low": 1.8, "high": 2.2, "tokens_per_step": 2.5}
+    assert measured.keep("demo", LoadOptions(), numbers, "model:/nowhere.gguf", 8) is not None
+    with Engine.load("demo", threads=1) as engine:
+        assert engine.drafter.name == AUTO
 
 
 def test_four_bits_draft_what_the_original_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

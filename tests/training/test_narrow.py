@@ -76,5 +76,9 @@ def test_it_learns_the_answers_and_then_the_target(answers: Path, model: Path, t
             found.append(engine.generate(prompt, params))
     assert found[0].token_ids == found[1].token_ids
     assert found[1].stats.drafted > 0
+    config_file = first / "config.json"
+    config_file.write_text(config_file.read_text().replace("Llama", "Granite").replace("llama", "granite"))
+    with pytest.raises(ParameterError, match=r"start=.* is no Llama, as a student is: give another model"):
+        outpace(*begun, "--start", first, "--out", tmp_path / "third", "--steps", 1)
     with pytest.raises(ParameterError, match="hidden=65 is out of range: the target has 64"):
         outpace(*begun, "--hidden", 65, "--out", tmp_path / "third", "--steps", 1)

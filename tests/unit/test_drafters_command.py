@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from outpace.cli.app import parse as command
+from outpace.cli.drafters import _absolute
 from outpace.drafters.published import PUBLISHED, known_for
 from outpace.drafters.registry import parse
 from outpace.errors import ParameterError
@@ -46,3 +48,12 @@ def test_the_command_says_how_to_use_each(capsys: pytest.CaptureFixture[str]) ->
         command(["drafters", "demo", "--limit", "3"])()
     with pytest.raises(ParameterError, match="model='' is no name"):
         command(["drafters", ""])()
+
+
+def test_paths_are_remembered_whole_and_names_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "demo-draft", "mine"):
+        Path(name).mkdir()
+    for name in ("suffix+eagle:demo", "model:demo-draft,size=2", "model:user/repo:Q4_K_M"):
+        assert _absolute(name) == name
+    assert _absolute("suffix+eagle:mine,branch=1") == f"suffix+eagle:{tmp_path.resolve() / 'mine'},branch=1"

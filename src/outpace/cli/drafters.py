@@ -25,6 +25,7 @@ _FEWEST, _OWN = 6, 8  # rows of a file; of those that come with Outpace
 _STEADY = 1.25  # plain decoding against itself: what was measured on a machine that moves more is not kept
 _MACHINE, _RUN = "another machine", "measuring"  # headings
 _LOOKUPS = ("ngram", "suffix", "recycle", "suffix+recycle")
+_SHIPPED = ("demo", "demo-draft", "demo-gemma")  # whatever a folder is called
 _BESIDE = ("suffix+mtp", "suffix+eagle:demo")  # for models that have one
 
 
@@ -127,9 +128,10 @@ def run(
         for engine in loaded:
             engine.close()
     value["unfit"] = unfit
-    if html is not None:
+    any_figures = bool(value["settings"])  # none: it was interrupted before there was one
+    if html is not None and any_figures:
         _write(html, value)
-    if not common.emit(value):
+    if not common.emit(value) and any_figures:
         _show(value)
     end(stopped, value.get("bench"))
     return 0
@@ -168,16 +170,19 @@ def _applicable(published: Sequence[Published]) -> list[str]:
 
 def _absolute(spec: str) -> str:
     """A spec whose relative path, if it has one, is found from any folder: for ``auto``, which remembers it."""
-    return re.sub(
-        r"(?<=:)[^,+]+", lambda found: str(Path(found[0]).resolve()) if Path(found[0]).exists() else found[0], spec
-    )
+
+    def path(found: re.Match[str]) -> str:
+        its = found[0]
+        return str(Path(its).resolve()) if its not in _SHIPPED and Path(its).exists() else its
+
+    return re.sub(r"(?<=:)[^,+]+", path, spec)
 
 
 def _rows(prompts: Path | None, limit: int | None, readers: int) -> list[PromptRow]:
     from outpace.measure.prompts import read_prompts
 
     default = _OWN if prompts is None else _FEWEST
-    rows = read_prompts(prompts, limit or -(-default // readers) * readers)
+    rows = read_prompts(prompts, -(-default // readers) * readers if limit is None else limit)
     if len(rows) < readers:
         raise ParameterError(f"--readers {readers} needs as many prompts, and there are {len(rows)}: give more")
     return rows
@@ -419,7 +424,9 @@ def _notes(value: Mapping[str, Any]) -> list[str]:
         if "speed" in bare and bare["measured"]:
             moved = bare["measured"] / bare["speed"] - 1
             notes.append(f"between prediction and measurement the machine's speed changed by {moved:+.0%}")
-        if "kept" not in value:
+        if value["bench"]["interrupted"]:
+            notes.append("nothing is kept for auto, since measuring was interrupted")
+        elif "kept" not in value:
             notes.append("nothing is kept for auto, since the machine's speed changed too much, or no size was auto's")
     if value.get("kept"):
         notes.append(f"auto stands for {value['kept']['auto']} beside this model from now on ({value['kept']['file']})")

@@ -186,8 +186,8 @@ def _auto(spec: DrafterSpec, context: DraftContext) -> Drafter:
         log.info("auto stands for %s: %s", choices[0].spec, choices[0].why)
         choices.append(unmeasured(target.info, options, target.drafts))
     for choice in choices:
-        chosen = parse(choice.spec)
         try:
+            chosen = parse(choice.spec)
             return build(replace(chosen, options={**chosen.options, **spec.options}), context)
         except (DrafterError, ModelError) as error:
             if choice.spec == AUTO:

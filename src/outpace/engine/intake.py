@@ -30,7 +30,7 @@ from outpace.engine.request import EngineKeywords, OwnKeywords, RequestKeywords,
 from outpace.errors import Argument, DrafterError, MemoryLimitError, ModelError, OutpaceError, ParameterError
 from outpace.models.base import Model, ModelInfo
 from outpace.models.host import spare_memory
-from outpace.models.load import Source, estimate, live, load, resolve, unwrapped
+from outpace.models.load import MemoryEstimate, Source, estimate, live, load, resolve, unwrapped
 from outpace.models.options import LoadKeywords, LoadOptions
 from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
 
@@ -74,9 +74,10 @@ def load_engines(
             raise ParameterError("a tokenizer goes with a model in memory: one that is loaded by name has its own")
         found = resolve(model, load_options)
         source: Source | None = found
-        if any(spec.auto for spec in (*specs, *others)) and (kept := measured.known(found.name, load_options)):
-            beside += draft_models(parse(kept.spec or "none"), load_options)
-        device, weights = _announce(found, beside, load_options)
+        taken = [estimate(*draft_model) for draft_model in beside]
+        if any(spec.auto for spec in (*specs, *others)):
+            taken += _remembered(found.name, load_options)
+        device, weights = _announce(found, taken, load_options)
     else:
         model = unwrapped(model)
         source, device, weights = None, str(getattr(model, "device", "cpu")), 0
@@ -121,14 +122,22 @@ def _closed_by(undo: ExitStack, drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _announce(model: Source, beside: Sequence[tuple[str, LoadOptions]], options: LoadOptions) -> tuple[str, int]:
+def _remembered(name: str, options: LoadOptions) -> list[MemoryEstimate]:
+    """Of the draft models that ``auto`` stands for; none where they cannot be used any more, which ``build`` says."""
+    kept = measured.known(name, options)
+    try:
+        return [] if kept is None else [estimate(*each) for each in draft_models(parse(kept.spec or "none"), options)]
+    except (DrafterError, ModelError):
+        return []
+
+
+def _announce(model: Source, beside: Sequence[MemoryEstimate], options: LoadOptions) -> tuple[str, int]:
     """Log what loading will take; the target's device, and the bytes of all weights there. ``beside``: draft models."""
     target = estimate(model, options)
     parts = [f"target {format_bytes(target.weights)}"]
     per_position, weights = target.kv_bytes_per_position - target.windowed, target.weights
     windows = target.windowed * target.window
-    for draft_model, draft_options in beside:
-        drafter = estimate(draft_model, draft_options)
+    for drafter in beside:
         parts.append(f"drafter {format_bytes(drafter.weights)}")
         per_position += drafter.kv_bytes_per_position - drafter.windowed
         windows += drafter.windowed * drafter.window

@@ -353,6 +353,8 @@ def _student(setup: Setup, options: DistilOptions) -> Student:
 def _started(setup: Setup, source: Source, options: DistilOptions) -> Student:
     """The model of ``source``, whole. Raises as ``_student`` does."""
     weights = TargetWeights(source)
+    if not _is_llama(weights):
+        raise ParameterError(Argument("start", source.name), " is no Llama, as a student is: give another model")
     parts, count = weights.parts(), weights.decoder.layers
     if parts.vocab != setup.parts.vocab:
         raise ParameterError(
@@ -380,13 +382,17 @@ def _with_rows(
 
 def _layer(weights: TargetWeights, i: int, source: Source) -> dict[str, Tensor]:
     """Layer ``i`` as ``Student.take`` has it. Raises ParameterError where it is no Llama's."""
-    if weights.decoder.family.name not in ("llama", "mistral", "qwen3") or weights.vector(i, "q_bias") is not None:
+    if not _is_llama(weights):
         raise ParameterError(
             f"a student cannot begin as layers of {source.name}, which are no Llama's: give ",
             Argument("init", "scratch"),
         )
     norms = {name: weights.vector(i, name) for name in ("q_norm", "k_norm")}
     return {**weights.layer(i), **{name: norm for name, norm in norms.items() if norm is not None}}
+
+
+def _is_llama(weights: TargetWeights) -> bool:
+    return weights.decoder.family.name in ("llama", "mistral", "qwen3") and weights.vector(0, "q_bias") is None
 
 
 def _tokenizer(source: Source) -> Tokenizer:
