@@ -7,11 +7,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from outpace import SamplingParams
+from outpace.cli.race import Lane, _frame
 from outpace.control.cost import WIDTHS, Cost
 from outpace.measure.learn import page, recorded
 from outpace.measure.plan import expected_tokens
@@ -70,6 +72,10 @@ def test_every_chapter_can_be_moved(browser: Any, tmp_path: Path, width: int, sc
     for details in shown.locator("details").all():
         details.locator("summary").click()
     assert "def reject(" in shown.inner_text("#sampling")
+    for kind, words in (("yes", "only less of it in this step"), ("no", "so nothing changes")):
+        shown.reload()
+        shown.locator(f"#greedy button.{kind}").first.click()
+        assert words in shown.inner_text("#greedy .panel > p:last-child")
     shown.click("#start")
     shown.wait_for_function("/^1?[0-9] of/.test(document.querySelector('#race .lanes p').textContent)")
     assert faults == []
@@ -156,6 +162,17 @@ def test_what_cannot_be_recorded_is_said_before(
     code, _, fault = outpace(capsys, "learn", "-o", "page.html", *asked)
     assert (code, said in fault) == (2, True), fault
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"), [(20, "plain"), (40, "plain"), (80, "suffix+eagle"), (120, "suffix+eagle:demo:")]
+)
+def test_a_race_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 30, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    first, *lines = _frame(lanes)
+    assert name in first
+    assert max(map(len, (first, *lines))) <= columns
 
 
 def test_a_race_gives_both_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
