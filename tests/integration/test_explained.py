@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from outpace import Engine, SamplingParams
+from outpace.drafters.base import Drafter, RowView
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.engine.request import Place, RowRecord, StepRecord
+from outpace.exact.drafts import Drafts
 from outpace.measure.trace import read, tracing
 from outpace.models.torch.gguf import build
 from outpace.models.weights.gguf import GGUFFile
@@ -115,6 +117,32 @@ def test_a_record_says_what_decided(
     assert (trials > 3) == (acceptance == "rejection")
     assert residuals > 2 or drafter != "ngram" or not params.temperature
     assert all((acceptance == "coupled") == bool(np.isnan(q)) for row in rows for q in row.q)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_wrong_draft_without_tokens_after_it_hides_nothing_else(load: Load, acceptance: Any) -> None:
+    steps: list[StepRecord] = []
+
+    def only_sixes(tokens: Any, logits: Any) -> None:
+        logits[:6] = logits[7:] = -np.inf
+        if set(tokens[len(PROMPT) :].tolist()) - {6}:
+            logits[6] = -np.inf
+
+    class Wrong(Drafter):
+        name = "wrong"
+
+        def propose(self, rows: Sequence[RowView], sizes: Any) -> Drafts:
+            return Drafts.chains([[6, 5, 6][:size] for size in sizes.tolist()], self.name)
+
+    params = SamplingParams(max_tokens=9, rules=(only_sixes,), ignore_eos=True)
+    with Engine(load(2), drafter=Wrong(), size=3, acceptance=acceptance, on_step=steps.append) as engine:
+        engine.probabilities = True
+        engine.generate(PROMPT, params)
+    rows = [row for step in steps for row in step.rows if row.kept]
+    assert rows
+    for row in rows:
+        assert [(place.node, place.choice) for place in row.places] == [(-1, 6), (0, 6)][: len(row.verdict)]
+        assert np.array_equal(row.p, [1, 0, np.nan][: len(row.p)], equal_nan=True)
 
 
 def test_nothing_is_recorded_unless_asked(load: Load) -> None:

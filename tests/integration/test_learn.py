@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from outpace import SamplingParams
+from outpace.cli.race import Lane, _frame
+from outpace.control.cost import WIDTHS, Cost
 from outpace.measure.learn import page, recorded
 from outpace.measure.plan import expected_tokens
 from outpace.measure.trace import tracing
@@ -69,6 +72,10 @@ def test_every_chapter_can_be_moved(browser: Any, tmp_path: Path, width: int, sc
     for details in shown.locator("details").all():
         details.locator("summary").click()
     assert "def reject(" in shown.inner_text("#sampling")
+    for kind, words in (("yes", "only less of it in this step"), ("no", "so nothing changes")):
+        shown.reload()
+        shown.locator(f"#greedy button.{kind}").first.click()
+        assert words in shown.inner_text("#greedy .panel > p:last-child")
     shown.click("#start")
     shown.wait_for_function("/^1?[0-9] of/.test(document.querySelector('#race .lanes p').textContent)")
     assert faults == []
@@ -90,6 +97,11 @@ def test_the_page_computes_what_theory_says(browser: Any, tmp_path: Path) -> Non
     pairs = [(round(a, 2), k) for a in np.linspace(0, 1, 11) for k in (0, 1, 4, 9)]
     tokens = shown.evaluate("(all) => all.map(([a, k]) => expectedTokens(a, k))", pairs)
     assert tokens == pytest.approx([expected_tokens(a, k) for a, k in pairs])
+    for seconds in recorded()["cost"]["seconds"], [0.01] * 13:  # beyond the table, too: 72 is 8 rows of 8 and 1
+        cost = Cost(seconds=tuple(seconds), widths=WIDTHS)
+        widths = [1, 2, 7, 40, 64, 72, 200]
+        found = shown.evaluate("([cost, all]) => all.map((n) => costOf(cost, n))", [cost.to_dict(), widths])
+        assert found == pytest.approx([1e3 * cost.width(n) for n in widths])
     drawn = shown.evaluate(
         "() => { const r = randomFrom(1), n = [0, 0, 0]; "
         "for (let i = 0; i < 20000; i++) n[speculate([.5, .3, .2], [.1, .2, .7], r).token] += 1; return n; }"
@@ -131,6 +143,36 @@ def test_a_trace_shows_what_decided_and_another_k(browser: Any, tmp_path: Path, 
     )
     assert faults == []
     shown.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--record", "-d", "none"), "--drafter none is recorded in any case: name what drafts"),
+        (("--record", "-d", "ngram", "-d", "ngram"), "--drafter ngram is there twice: name each once"),
+        (("--data", "no/such.json"), "such.json cannot be written: give a file in a folder that exists"),
+        (("--data", "page.html"), "--data page.html is the page itself: give another name"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said_before(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...],
+    said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    code, _, fault = outpace(capsys, "learn", "-o", "page.html", *asked)
+    assert (code, said in fault) == (2, True), fault
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"), [(20, "plain"), (40, "plain"), (80, "suffix+eagle"), (120, "suffix+eagle:demo:")]
+)
+def test_a_race_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 30, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    first, *lines = _frame(lanes)
+    assert name in first
+    assert max(map(len, (first, *lines))) <= columns
 
 
 def test_a_race_gives_both_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,13 +42,21 @@ def run(
     if not record and (load.model != "demo" or drafter):
         name = Argument("drafter", drafter[0]) if drafter else Argument("model", load.model)
         raise ParameterError(name, " is for runs of your own: give --record, too")
+    fitting = DRAFTERS if load.model == "demo" else ("none", "ngram", "suffix")
+    names = ["none", *(drafter or fitting[1:])]
+    if "none" in names[1:]:
+        raise ParameterError(Argument("drafter", "none"), " is recorded in any case: name what drafts")
+    if len(set(names)) < len(names):
+        raise ParameterError(Argument("drafter", max(names, key=names.count)), " is there twice: name each once")
     check_writable(out, "HTML")
+    if data is not None:
+        check_writable(data, "JSON")
+        if data.resolve() == out.resolve():
+            raise ParameterError(Argument("data", str(data)), " is the page itself: give another name")
     if record:
         from outpace.measure.learn.record import TREE
         from outpace.measure.learn.record import record as runs_of
 
-        fitting = DRAFTERS if load.model == "demo" else ("none", "ngram", "suffix")
-        names = ["none", *(drafter or fitting[1:])]
         engines = load.engines(names, prefix_rows=0, size=TREE)
         try:
             runs = runs_of(

@@ -134,7 +134,7 @@ def _show(lanes: list[Lane], shown: int) -> int:
 
 def _frame(lanes: list[Lane]) -> list[str]:
     """Two columns with the last lines of both texts."""
-    wide = max((shutil.get_terminal_size().columns - 3) // 2, 24)
+    wide = max((shutil.get_terminal_size().columns - 3) // 2, 8)  # a line that wraps would be drawn over wrongly
     columns = [list(_column(lane, wide)) for lane in lanes]
     tall = max(map(len, columns))
     return [
@@ -144,7 +144,8 @@ def _frame(lanes: list[Lane]) -> list[str]:
 
 
 def _column(lane: Lane, wide: int) -> Iterator[str]:
-    yield f"{lane.name[: wide - 28]}: {len(lane.tokens)} tokens, {lane.seconds:.2f} s, {lane.speed:.0f}/s"[:wide]
+    figures = f": {len(lane.tokens)} tokens, {lane.seconds:.2f} s, {lane.speed:.0f}/s"
+    yield (lane.name[: max(wide - len(figures), 5)] + figures)[:wide]
     yield "-" * wide
     lines = [piece for line in _printable(lane.text).splitlines() for piece in textwrap.wrap(line, wide) or [""]]
     yield from lines[-_LINES:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,27 +41,34 @@ def explained(
     chooser: Chooser, acceptance: Acceptance, draft: Draft, verdict: tuple[Sequence[int], Sequence[int]],
     start: int, output: Output,
 ) -> Explained:  # fmt: skip
-    """Of the row whose pending token is packed at ``start``; ``verdict``: tokens, and a path of ``draft``."""
+    """Of the row whose pending token is packed at ``start``; ``verdict``: tokens, and a path of ``draft``. Where the
+    row's rules leave no token, or fail, there is no place, and none after it."""
     coupled = acceptance == "coupled"
     greedy = chooser.params.greedy
     warm = chooser.params.with_(temperature=1.0) if greedy else chooser.params
     choosers, of, shown = {-1: chooser}, dict[int, F64](), dict[int, F64]()
     choices = dict(zip((-1, *verdict[1]), verdict[0], strict=True))  # what follows each node
     chance = _Watched(chooser.noise, chooser.index)
-    try:
-        for node in range(-1, len(draft)):
+    for node in range(-1, len(draft)):
+        if node >= 0 and draft.parents[node] not in shown:
+            continue
+        try:
             if node >= 0:
                 choosers[node] = choosers[draft.parents[node]].advance(draft.tokens[node])
             at = np.array([start + node + 1], np.int32)
             logits = output.logits(at)[0]
-            of[node] = choosers[node].probabilities(logits)
-            shown[node] = replace(choosers[node], params=warm).probabilities(logits) if greedy else of[node]
+            p = choosers[node].probabilities(logits)
             if coupled and node not in choices:
                 choices[node] = int(output.choose(at, (choosers[node],))[0])
-        if not coupled:
-            reject(of.__getitem__, draft, chance)
-    except OWN_FAULTS:  # the row's own, which its verdict meets
+            shown[node] = replace(choosers[node], params=warm).probabilities(logits) if greedy else p
+            of[node] = p
+        except OWN_FAULTS:  # a wrong draft's; on the path it is the row's own, which its verdict met
+            continue
+    if not shown:
         return Explained()
+    if not coupled:
+        with suppress(KeyError):  # as far as the verdict went
+            reject(of.__getitem__, draft, chance)
     depth = {node: n for n, node in enumerate((-1, *verdict[1]))}
     noise = chooser.noise if coupled and not greedy else None
     places = []
@@ -83,7 +91,8 @@ def explained(
     q = [math.nan if coupled else 1.0] * len(draft)
     if draft.q is not None:
         q = [float(own[token]) for own, token in zip(draft.q, draft.tokens, strict=True)]
-    p_of = (float(shown[parent][token]) for parent, token in zip(draft.parents, draft.tokens, strict=True))
+    pairs = zip(draft.parents, draft.tokens, strict=True)
+    p_of = (float(shown[parent][token]) if parent in shown else math.nan for parent, token in pairs)
     return Explained(tuple(p_of), tuple(q), tuple(places))
 
 

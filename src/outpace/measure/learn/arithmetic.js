@@ -4,11 +4,15 @@
 /** Tokens a step brings on average: k drafted ones, each accepted with probability a given the one before. */
 const expectedTokens = (a, k) => (a === 1 ? k + 1 : (1 - a ** (k + 1)) / (1 - a));
 
-/** Milliseconds of a forward of `n` tokens, from a measured table. */
+/** Milliseconds of a forward of `n` tokens, from a measured table; beyond it on its last slope, as `Cost.width`. */
 function costOf(cost, n) {
   const { widths, seconds } = cost;
   const after = widths.findIndex((w) => w >= n);
-  if (after < 0) return 1e3 * seconds[seconds.length - 1] * (n / widths[widths.length - 1]);
+  if (after < 0) {
+    const last = widths.length - 1, before = Math.max(last - 1, 0);
+    const slope = last ? (seconds[last] - seconds[before]) / (widths[last] - widths[before]) : seconds[0] / widths[0];
+    return 1e3 * (seconds[last] + slope * (n - widths[last]));
+  }
   if (after === 0 || widths[after] === n) return 1e3 * seconds[after];
   const share = (n - widths[after - 1]) / (widths[after] - widths[after - 1]);
   return 1e3 * (seconds[after - 1] + share * (seconds[after] - seconds[after - 1]));

@@ -69,7 +69,8 @@ chapter("greedy", "Draft, verify, accept", [
     }));
     choiceRow.replaceChildren(...choices.map((token, i) => chip(word(token), i <= accepted ? "" : "no")));
     gainRow.replaceChildren(...won.map((token, i) => chip(word(token), i < accepted ? "yes" : "own")));
-    const hand = refused >= 0 && refused < chain.length ? ` You replaced “${visible(word(chain[refused]))}”: the target writes its own choice there, the same text, one step later.` : "";
+    const hand = refused < 0 || refused >= chain.length ? "" : ` You replaced “${visible(word(chain[refused]))}”: ${
+      refused < prefixOf(chain, choices).accepted ? "the target writes its own choice there, the same text, only less of it in this step" : "it was refused or thrown away in any case, so nothing changes"}.`;
     facts.textContent = `Accepted ${accepted} of ${chain.length}; then ${bonus ? "a bonus token" : "the recovered token"}: ${countOf(won.length, "token")} from one pass of ${chain.length + 1}.${hand}`;
   };
   const at = slider("step of the run", { min: 1, max: steps.length, value: 1 + Math.max(0, steps.findIndex((step) => path(step).length && path(step).length < drafted(step).length)) }, () => { refused = -1; draw(); });

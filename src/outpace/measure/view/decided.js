@@ -12,7 +12,7 @@ function readPlaces(row) {
   }]));
 }
 
-/** A node's radius: its area is the target's probability of its token. */
+/** A node's radius, which grows with the target's probability of its token. */
 function radius(step, node) {
   const last = step.path.length ? step.path[step.path.length - 1] : -1;
   const place = node === null ? step.places.get(last) : null;
