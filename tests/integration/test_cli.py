@@ -109,8 +109,15 @@ def test_a_question_alone_is_answered_and_ollamas_words_are_known(capsys: pytest
     for words, name in ((["run", "demo"], "chat"), (["run"], "chat"), (["list"], "cache"), (["ls"], "cache")):
         assert chosen(words).name == name
         assert callable(parse(words))
-    with pytest.raises(UsageError, match="did you mean generate"):
-        parse(["genrate", "Say hello."])
+    assert chosen(["Say\nhello."]).name == "generate"
+    for words, says in (
+        (["genrate", "Say hello."], "did you mean generate"),
+        (["Why", "is", "it?"], "no command Why: a command comes first, as in outpace generate 'Hello\\?' -m demo"),
+        (["-m", "demo", "Say hello."], "no option -m: a command comes first"),
+        (["run", "demo", "-n", "4", "Say hello."], "it takes options alone; outpace generate 'TEXT'"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            parse(words)
 
 
 def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:

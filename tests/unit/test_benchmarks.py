@@ -90,7 +90,7 @@ def test_ctrl_c_after_a_round_of_forwards(
     sizes = ("--contexts", "8", "--rows", "1", "--repeats", "1", "--prefill", "8", "--threads", "1")
     assert call("forward", [*sizes, "--json", str(tmp_path / "out.json")]) == 130
     cells = json.loads((tmp_path / "out.json").read_text())["cells"]
-    assert [cell["width"] for cell in cells] == list(forward.WIDTHS)
+    assert [cell["width"] for cell in cells] == [*forward.WIDTHS, forward.CHUNK]
     assert "| context 8, auto KV |" in capsys.readouterr().out
 
 

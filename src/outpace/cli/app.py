@@ -16,6 +16,7 @@ GROUPS = {  # each name the module outpace.cli.NAME, whose COMMAND it is
     "this machine": ("cache", "doctor"),
 }
 NAMES = tuple(name for names in GROUPS.values() for name in names)
+_REMEDY = ": a command comes first, as in outpace generate 'Hello?' -m demo; text with spaces, quoted, needs none"
 
 
 def command(name: str) -> Command | Group:
@@ -30,20 +31,20 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
         print(__version__)
         raise SystemExit(0)
-    name, rest = choose("outpace", _ours(arguments), NAMES, _help)
+    name, rest = choose("outpace", _ours(arguments), NAMES, _help, _REMEDY)
     return command(name).parse("outpace", rest)
 
 
 def chosen(arguments: Sequence[str]) -> Command:
     """The command that a command line, which ``parse`` took, is of."""
-    name, rest = choose("outpace", _ours(arguments), NAMES, _help)
+    name, rest = choose("outpace", _ours(arguments), NAMES, _help, _REMEDY)
     return command(name).chosen("outpace", rest)
 
 
 def _ours(arguments: Sequence[str]) -> Sequence[str]:
     """A command line as ours: a question alone is answered, and Ollama's ``run`` and ``list`` are known."""
     match list(arguments):
-        case [question, *rest] if " " in question.strip() and not question.startswith("-"):
+        case [question, *rest] if len(question.split()) > 1 and not question.startswith("-"):
             return ["generate", question, *rest]
         case ["run", model, prompt, *rest] if not model.startswith("-") and not prompt.startswith("-"):
             return ["generate", prompt, "-m", model, *rest]

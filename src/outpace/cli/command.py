@@ -130,9 +130,10 @@ class Group:
 
 
 def choose(
-    program: str, arguments: Sequence[str], known: Collection[str], help: Callable[[], str]
+    program: str, arguments: Sequence[str], known: Collection[str], help: Callable[[], str], remedy: str = ""
 ) -> tuple[str, Sequence[str]]:
-    """The command that ``arguments`` name, and what follows it. Raises UsageError, or SystemExit after ``--help``."""
+    """The command that ``arguments`` name, and what follows it. Raises UsageError, with ``remedy`` where no name is
+    near, or SystemExit after ``--help``."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help())
         if arguments:
@@ -140,7 +141,7 @@ def choose(
         raise UsageError
     if arguments[0] not in known:
         kind = "option" if arguments[0].startswith("-") else "command"
-        raise UsageError(f"{program} has no {kind} {arguments[0]}{_meant(arguments[0], known)}")
+        raise UsageError(f"{program} has no {kind} {arguments[0]}{_meant(arguments[0], known) or remedy}")
     return arguments[0], arguments[1:]
 
 
@@ -316,7 +317,9 @@ class Parser:
         if unknown:
             name = next((word for word in unknown if word.startswith("-") and word != "-"), None)
             if name is None:
-                raise UsageError(f"{unknown[0]!r} is one argument too many: quote text that has spaces")
+                alone = "it takes options alone; outpace generate 'TEXT' answers one prompt"
+                remedy = "quote text that has spaces" if self._parser.free else alone
+                raise UsageError(f"{unknown[0]!r} is one argument too many: {remedy}")
             name = name.partition("=")[0]
             raise UsageError(f"there is no option {name}{_meant(name, self._parser.names)}")
         return found

@@ -69,7 +69,7 @@ chapter("who", "Who drafts", [
   const at = slider("token of the answer", { min: 0, max: plain.tokens.length - 1, value: Math.floor(plain.tokens.length * 0.7), show: (n) => String(n + 1) }, draw);
   panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. Speeds are of one run each."));
   draw();
-}, "Which one should I take?", "outpace drafters MODEL --measure runs them with your model and prompts. Text that repeats its prompt (editing code, summaries, agents) favours lookups, which can be joined with a network: suffix+eagle:…");
+}, "Which one should I take?", "outpace drafters MODEL --measure runs them with your model. Text that repeats its prompt (editing code, summaries, agents) favours lookups, which can be joined with a network: suffix+eagle:…");
 
 chapter("tree", "Trees and batches", [
   "A draft need not be one chain. Where the drafter wavers, it can propose both tokens: a tree. All nodes go through one pass. Each sees the committed text, its ancestors and itself, which a mask says; the path that agrees with the target is kept.",
@@ -111,7 +111,7 @@ chapter("yours", "Your model", [
     const name = input.value.trim() || "demo", model = /^[\w./:@-]+$/.test(name) ? name : `'${name.replaceAll("'", "'\\''")}'`;
     commands.textContent = [
       `outpace plan -m ${model} --acceptance ${fixed(a.value)}      # the best k, from costs measured there`,
-      `outpace drafters ${model} --measure   # which drafter is fastest`,
+      `outpace drafters ${model} --measure            # which drafter is fastest`,
       `outpace generate 'Why is the sky blue?' -m ${model} --compare`,
       `outpace race 'Why is the sky blue?' -m ${model}   # plain and drafted, side by side`,
       `outpace learn --record -m ${model} -d ngram -d suffix`,
