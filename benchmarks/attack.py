@@ -247,7 +247,6 @@ def asked(text: str, seed: int, stream: bool) -> dict[str, dict[str, Any] | None
         "/chat/completions": {"messages": messages, "max_tokens": 4, **shared},
         "/v1/completions": {"prompt": text, "max_tokens": 4, **shared},
         "/completion": {"prompt": text, "n_predict": 4, "n_probs": 2, **shared},
-        "/infill": {"input_prefix": text, "input_suffix": ".", "n_predict": 4, **shared},
         "/api/chat": {"model": "demo", "messages": messages, "stream": stream, "options": {"num_predict": 4}},
         "/api/generate": {"model": "demo", "prompt": text, "stream": stream, "options": {"num_predict": 4}},
         "/tokenize": {"content": text, "with_pieces": True},

@@ -185,6 +185,10 @@ def test_a_text_may_be_biased(demo: Running) -> None:
     assert by_text == by_id == named
     assert " Paris" in demo.answer("/completion", asked)["content"]
     assert " Paris" not in by_text
+    digits = {"logit_bias": [["5", 1]], "response_fields": ["generation_settings/logit_bias"]}
+    [text] = demo.answer("/tokenize", {"content": "5"})["tokens"]
+    assert demo.answer("/completion", {**asked, **digits}) == {"generation_settings/logit_bias": {str(text): 1}}
+    demo.answer("/completion", {**asked, "logit_bias": {"9" * 5000: 1}}, 400)
 
 
 def test_pieces_of_a_text(demo: Running) -> None:
@@ -259,9 +263,17 @@ def test_defaults_are_what_requests_do_not_say(demo: Running, monkeypatch: pytes
     assert demo.answer("/v1/completions", {**text, "max_tokens": 2})["usage"]["completion_tokens"] == 2
     params = demo.http.get("/props").json()["default_generation_settings"]["params"]
     assert (params["n_predict"], params["temperature"], params["repeat_penalty"]) == (5, 0, 1.3)
+    own = {**chat, "repeat_penalty": 1.0}
+    plain = demo.answer("/v1/chat/completions", own)["choices"][0]["message"]
+    assert plain == demo.answer("/v1/chat/completions", {**chat, "repetition_penalty": 1.0})["choices"][0]["message"]
+    assert plain != found[0]["choices"][0]["message"]
+    for all_that_fit in ("-1", "null"):
+        settings = replace(demo.service.settings, defaults=(f"max_tokens={all_that_fit}",))
+        monkeypatch.setattr(demo.service, "settings", settings)
+        assert demo.http.get("/props").json()["default_generation_settings"]["params"]["n_predict"] == -1
 
 
-@pytest.mark.parametrize("given", ["temprature=1", "temperature=hot", "top_p=2", "rules=[]"])
+@pytest.mark.parametrize("given", ["temprature=1", "temperature=hot", "top_p=2", "rules=[]", 'logit_bias={"1": 2}'])
 def test_wrong_defaults_are_refused(given: str) -> None:
     with pytest.raises(ParameterError, match=given.partition("=")[0]):
         ServerSettings(defaults=(given,))

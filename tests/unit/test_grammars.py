@@ -228,6 +228,7 @@ def test_the_switch_lies_wherever_the_text_ends(made: Grammars) -> None:
         (lambda g: g.json_schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), "leads to nothing"),
         (lambda g: g.json_schema({"items": {"$ref": "b.json#/$defs/b"}}), "$ref b.json#/$defs/b leads to another"),
         (lambda g: g.json_schema({"$id": "https://a.b/c", "$ref": "https://a.b/d"}), "https://a.b/d leads to another"),
+        (lambda g: g.json_schema({"$ref": "b", "$defs": {"b": {"$id": "https://a.b/b"}}}), "$ref b leads to another"),
         (lambda g: g.json_schema({"enum": {1, 2}}), "cannot be written as JSON"),
         (lambda g: g.json_schema({"type": "object", "x-guidance": 3}), "give an object"),
         (lambda g: g.json_schema({"properties": {str(i): {} for i in range(241)}}), "241 optional"),

@@ -198,6 +198,9 @@ def test_template_follows_hugging_face() -> None:
     text = template.render([said, said, said], extra="+")
     assert text.count('<s>{"role": "user", "content": "é<"}') == 2
     assert text.endswith("20+!")
+    assert ChatTemplate("{{ messages | map(attribute='role') | tojson }}", {}).render([said]) == '["user"]'
+    with pytest.raises(ParameterError, match="not JSON"):
+        ChatTemplate("{{ messages[0].gone | tojson }}", {}).render([said])
     with pytest.raises(ParameterError, match=r"refused the messages: no bad.*raw=True"):
         template.render([{"role": "bad", "content": ""}])
     with pytest.raises(ParameterError, match="conversation is empty"):

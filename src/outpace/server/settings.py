@@ -36,15 +36,17 @@ def _is_names(text: str) -> bool:
 
 # parameters by their names in requests; responses have no ``n``
 REQUESTED = {each.request: each for each in PARAMETERS.values() if each.request is not None and each.name != "n"}
-_DEFAULTS = {**REQUESTED, "max_tokens": PARAMETERS["max_tokens"]}
+_DEFAULTS = {name: each for name, each in REQUESTED.items() if name != "logit_bias"}
+_DEFAULTS["max_tokens"] = PARAMETERS["max_tokens"]
 
 
-def _value(text: str) -> Any:
-    """JSON, or a text without quotes."""
+def _value(name: str, text: str) -> Any:
+    """JSON, or a text without quotes; -1 tokens, as in requests: as many as the context holds."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
+    return None if name == "max_tokens" and value == -1 else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class ServerSettings:
             raise ParameterError(Argument("trace_probabilities"), " is of traces: give ", Argument("traces"), ", too")
         names = [name.strip() for text in self.aliases for name in text.split(",")]
         object.__setattr__(self, "aliases", tuple(dict.fromkeys(names)))
-        pairs = [(name, _value(text)) for name, _, text in (given.partition("=") for given in self.defaults)]
+        pairs = [(name, _value(name, text)) for name, _, text in (given.partition("=") for given in self.defaults)]
         object.__setattr__(self, "sampling", dict(pairs))
         SamplingParams(**{_DEFAULTS[name].name: value for name, value in pairs})
         for key in self.api_keys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
 from typing import Any
@@ -143,7 +143,7 @@ def _environment() -> Any:
 
     def listed(value: Any) -> list[Any]:
         """What Jinja's own filters give, such as ``map``."""
-        if isinstance(value, Iterable):
+        if isinstance(value, Iterator):  # an undefined value is iterable, too
             return list(value)
         raise TypeError(f"{type(value).__name__} is not JSON")
 

@@ -98,23 +98,26 @@ def resolved(schema: Any, root: Any) -> Any:
 def check(schema: Any) -> None:
     """Raise GrammarError, which names the keyword, for values of keywords that are of a wrong type, and for a ``$ref``
     that leads back to itself, to nothing, or to another document. A null is no value."""
-    waiting, seen, led = [schema], set[int](), set[int]()
-    lost = ""
-    bases, outside = [""], list[str]()  # a ``$id`` moves what pointers are relative to
-    while waiting:
-        node = waiting.pop()
+    waiting, later = [(schema, "")], list[tuple[Any, str]]()  # with what pointers are relative to: a ``$id`` moves it
+    seen, led = set[int](), set[int]()
+    lost, documents, outside = "", set[str](), dict[str, str]()
+    while waiting or later:
+        node, base = (waiting or later).pop()
         if not isinstance(node, dict) or id(node) in seen:
             continue
         seen.add(id(node))
         for word, value in node.items():
             if value is not None and (wanted := _wrong(word, value)):
                 raise GrammarError(f"the JSON schema's {word} is {str(value)[:80]}: give {wanted}")
-            waiting += _children(word, value, schema)
-        pointer, base = node.get("$ref"), node.get("$id")
-        if isinstance(base, str):
-            bases.append(_absolute(bases[-1], base))
+        pointer, name = node.get("$ref"), node.get("$id")
+        if isinstance(name, str):
+            base = _absolute(base, name)
+            documents.add(base)
+        for word, value in node.items():
+            found = later if word == "$ref" else waiting  # where it stands comes first: its base is known there
+            found += [(each, base) for each in _children(word, value, schema)]
         if isinstance(pointer, str) and not pointer.startswith(("#", *_KNOWN)):
-            outside.append(pointer)
+            outside[_absolute(base, pointer)] = pointer
         if isinstance(pointer, str) and pointer.startswith("#/") and referred(pointer, schema) is None:
             lost = lost or pointer
         way = set[int]()
@@ -124,13 +127,13 @@ def check(schema: Any) -> None:
             way.add(id(node))
             node = referred(node["$ref"], schema)
         led |= way
-    for pointer in outside:
-        if not {_absolute(base, pointer) for base in bases} & {*bases[1:]}:
+    for document, pointer in outside.items():
+        if document not in documents:
             raise GrammarError(
                 f"the JSON schema's $ref {pointer[:80]} leads to another document, and none is fetched: put what it "
                 "names under $defs, and refer to it as #/$defs/NAME"
             )
-    if lost and len(bases) == 1:
+    if lost and not documents:
         raise GrammarError(f"the JSON schema's $ref {lost[:80]} leads to nothing: define it there, under $defs say")
 
 

@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("-k", metavar="EXPRESSION", help="as pytest has it")
     given = parser.parse_args()
     table = read(given.name)
+    if given.short and not table.short:
+        parser.error(f"--short: there is no short form of {given.name}: leave it out, or choose with -k")
     sources = given.sources or fetched(table)
     if sources is None:
         print(f"{table.package} {table.version} cannot be had from PyPI, so its tests are left out")

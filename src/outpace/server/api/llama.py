@@ -171,8 +171,10 @@ def _biases(body: LlamaRequest, model: Served) -> dict[int, float]:
     given = body.logit_bias or {}
     found = dict[int, float]()
     for of, bias in given.items() if isinstance(given, dict) else given:
-        if isinstance(of, int) or of.isdecimal():
-            tokens = model.ids([int(of)], "logit_bias").tolist()
+        if isinstance(of, str) and isinstance(given, dict) and of.isascii() and of.isdecimal():
+            of = sampling.token_id(of)
+        if isinstance(of, int):
+            tokens = model.ids([of], "logit_bias").tolist()
         else:
             sampling.check_size(of, model, "logit_bias", _BIASED)
             tokens = model.tokenizer.encode(of, add_special=False).tolist()

@@ -140,13 +140,13 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
         raise APIError(400, f"n={body.n} is more than this server's {settings.max_n}: ask for fewer", param="n")
     given: dict[str, Any] = {"temperature": 1.0, "n": 1 if body.n is None else body.n}
     given |= {REQUESTED[name].name: value for name, value in settings.sampling.items() if name in REQUESTED} | more
+    if body.repeat_penalty is not None:
+        given["repetition_penalty"] = body.repeat_penalty
     for name, parameter in REQUESTED.items():
         if (value := getattr(body, name)) is not None:
             given[parameter.name] = value
-    if body.repeat_penalty is not None:
-        given.setdefault("repetition_penalty", body.repeat_penalty)
     if "logit_bias" in given:
-        given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
+        given["logit_bias"] = {token_id(token): bias for token, bias in given["logit_bias"].items()}
     if body.seed == -1:  # llama.cpp and vLLM draw one for it
         given.pop("seed", None)
     elif body.seed is not None and -(2**63) <= body.seed < 0:
@@ -157,9 +157,10 @@ def parameters(body: Sampling, settings: ServerSettings, **more: Any) -> Samplin
     return params
 
 
-def _token_id(text: str) -> int:
+def token_id(text: str) -> int:
+    """A key of ``logit_bias``. Raises APIError."""
     if not (text.isascii() and text.isdecimal() and len(text) < 11):
-        raise APIError(400, f"logit_bias has {text!r}, which is no token id: give ids as keys", param="logit_bias")
+        raise APIError(400, f"logit_bias has {text[:80]!r}, which is no token id: give ids as keys", param="logit_bias")
     return int(text)
 
 
