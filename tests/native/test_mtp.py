@@ -209,4 +209,4 @@ def test_auto_takes_it_where_it_can(tmp_path: Path, caplog: pytest.LogCaptureFix
     save_file({"mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "heads.safetensors")  # and nothing else of it
     context = DraftContext(load_native(tmp_path, threads=1), None, LoadOptions(), 12)
     assert build(parse("auto:size=3"), context).name == "suffix"
-    assert "the layer that drafts cannot be used" in caplog.text
+    assert "auto does not stand for suffix+mtp, which cannot be used" in caplog.text

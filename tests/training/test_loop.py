@@ -253,8 +253,8 @@ def test_stops_without_gains(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "give one of steps, epochs, minutes"),
-        ({"steps": 1, "minutes": 2}, "give one of steps, epochs, minutes"),
+        ({}, "by one of steps, epochs, minutes"),
+        ({"steps": 1, "minutes": 2}, "by one of steps, epochs, minutes"),
         ({"epochs": 0}, "epochs=0 is out of range"),
         ({"steps": 1, "lr": 1.0}, "lr=1.0 is out of range"),
         ({"steps": 1, "gather": 0}, r"gather=0 is out of range: give a number in \[1, inf\)"),

@@ -17,7 +17,7 @@ from outpace.drafters.lookup.ngram import NgramDrafter
 from tests.toy import ToyModel, ToyTokenizer
 
 # Of whoever runs the steps, in one thread: ``AsyncEngine.ask`` reaches them.
-DRIVEN = {"add", "prepare", "submit", "step", "idle", "policy", "on_step", "on_result"}
+DRIVEN = {"add", "prepare", "submit", "step", "idle", "policy", "probabilities", "on_step", "on_result"}
 
 
 def make() -> Engine:

@@ -109,8 +109,8 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
+        """Whether its thread runs, and takes requests or has yet to end those that it took."""
+        return self._thread.is_alive() and not self._ended
 
     async def encode(self, prompt: Prompt, *, raw: bool = False, add_special_tokens: bool = True) -> I32:
         """``Engine.encode`` off the event loop, with the same arguments and errors."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from outpace.common import allocator
 from outpace.engine.aio import AsyncEngine
+from outpace.errors import OutpaceError
 from outpace.server.admission import Places
 from outpace.server.engines.generation import Caller, Generation, Observer, Work, seeded
 from outpace.server.engines.models import Models, Served
@@ -85,10 +86,15 @@ class Service:
                     for i, its in enumerate(work.prompts)
                 ]
 
-            requests = await self.work(prepared)
-            if self._refusing:
-                raise _ending()
-            running = await model.serving.open(requests)
+            try:
+                requests = await self.work(prepared)
+                if self._refusing:
+                    raise _ending()
+                running = await model.serving.open(requests)
+            except OutpaceError:
+                if model.serving.alive:
+                    raise
+                raise _stopped() from None  # since it was asked above
             held.callback(running.close)
             made = partial(Generation, model, work, running, caller, self.observers)
             generation = made() if work.resume is None else await self.work(made)  # it reads what was delivered
