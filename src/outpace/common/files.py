@@ -37,9 +37,7 @@ def check_writable(path: Path, kind: str) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ParameterError(f"{path} cannot be written: give a file in a folder that exists and is writable")
     if path.is_file() and path.stat().st_size and not _is(path, kind):
-        raise ParameterError(
-            f"{path} is there already, and is no {kind}: give another name, or delete that file if nobody needs it"
-        )
+        raise ParameterError(f"{path} is there already, and is no {kind}: give another name, or delete that file first")
 
 
 def _is(path: Path, kind: str) -> bool:

@@ -30,7 +30,7 @@ class Core:
         self._torn = False  # a change was interrupted, and what it left was not mended yet
         self.outbox: deque[Delta] = deque()  # deltas that nobody has been given yet
         self.finished = Stats(requests=0)  # pooled over the requests that have ended
-        self._remarked: set[str] = set()  # drafters of which somebody was told that they bring nothing
+        self._remarked: set[str] = set()  # drafters that a note says bring nothing
         self.steps = itertools.count()
         hidden_layers = list(drafting.needs.hidden_layers)
         self.rows = _fast.native.Rows(model.info.vocab_size, hidden_layers, TARGET)  # of the present step

@@ -1,7 +1,7 @@
 """What decided a row's tokens, for whoever watches steps: p, q, the target's likeliest tokens, and random numbers.
 
-All of it is computed once more from the logits of a step that has its verdicts: it costs nothing where nobody asks, and
-changes nothing where somebody does.
+All of it is computed once more from the logits of a step that has its verdicts: it costs nothing unless it is
+asked for, and changes no answer.
 """
 
 from __future__ import annotations

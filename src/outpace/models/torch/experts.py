@@ -34,19 +34,19 @@ class Mixtures:
         ``real`` ones alone, bool [N], where some only pad."""
         found: list[torch.Tensor] = []
 
-        def told(part: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def note(part: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             chosen = next((each for each in (*inputs, *named.values()) if _is_choice(each)), None)
             if chosen is None:
                 return
-            self.used, count = chosen.shape[1], part.num_experts
+            self.used, experts = chosen.shape[1], part.num_experts
             if real is not None:
-                chosen = torch.where(real[:, None], chosen, count)
-            read = torch.zeros(count + 1, device=chosen.device)
-            found.append(read.scatter_(0, chosen.reshape(-1).long(), 1.0)[:count].sum())
+                chosen = torch.where(real[:, None], chosen, experts)
+            read = torch.zeros(experts + 1, device=chosen.device)
+            found.append(read.scatter_(0, chosen.reshape(-1).long(), 1.0)[:experts].sum())
 
         with ExitStack() as undo:
             for part in self._each:
-                undo.callback(part.register_forward_pre_hook(told, with_kwargs=True).remove)
+                undo.callback(part.register_forward_pre_hook(note, with_kwargs=True).remove)
             yield found
 
 
