@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -32,17 +33,25 @@ public:
     static constexpr int kLevels = 8;        // depths that are told apart where there is no confidence, and by `level`
 
     struct Table {  // of one source and kind of sampling
-        std::array<std::array<Chance, 14>, 2> said;  // of first nodes and of deeper ones, by confidence
+        std::array<std::array<Chance, 14>, 3> said;  // of first nodes, deeper ones, and second choices, by confidence
         std::array<Chance, kLevels> unsaid;
         std::array<Chance, kLevels> levels;  // that a draft goes on being accepted at a level: for whoever pays by the level
+        double nats = 2.0, own = 2.0;        // -log of nodes' chances, and of what their drafter said: decayed sums
+
+        // A path's chance is what its drafter says of it to this power: less than 1 where it is too modest.
+        double power() const { return std::min(std::max(nats / own, 0.1), 2.0); }
+        void compare(double chance, double said) {
+            constexpr double keep = 1.0 - 1.0 / 200.0;
+            nats = nats * keep - std::log(chance), own = own * keep - std::log(said);
+        }
     };
 
-    // `said`: the drafter's chance for the node, given its parent; negative: it gives none.
-    static Chance& of(Table& table, int depth, double said) {
+    // `said`: the drafter's chance for the node, given its parent; negative: it gives none. `second`: a child after another.
+    static Chance& of(Table& table, int depth, double said, bool second) {
         if (said < 0) return table.unsaid[static_cast<size_t>(std::min(depth, kLevels - 1))];
         static constexpr double edges[] = {0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98};
         const auto at = std::upper_bound(std::begin(edges), std::end(edges), said) - std::begin(edges);
-        return table.said[depth > 0][static_cast<size_t>(at)];
+        return table.said[second ? 2 : depth > 0][static_cast<size_t>(at)];
     }
 
     Table& table(int source, int kind) { return tables_[{source, kind}]; }  // it never moves
@@ -54,7 +63,8 @@ public:
         const auto fade = [](auto& chances) {
             for (Chance& chance : chances) chance.accepted *= 0.98, chance.tried *= 0.98;
         };
-        for (auto& [key, table] : tables_) fade(table.said[0]), fade(table.said[1]), fade(table.unsaid), fade(table.levels);
+        for (auto& [key, table] : tables_)
+            fade(table.said[0]), fade(table.said[1]), fade(table.said[2]), fade(table.unsaid), fade(table.levels);
     }
 
 private:

@@ -16,7 +16,7 @@ namespace outpace {
 
 namespace {
 
-constexpr int kLevels = 8;      // of a draft that stops at a floor, as EAGLE's
+constexpr int kLevels = 15;     // of a draft that stops at a floor
 constexpr double kNear = 0.15;  // the chance of a path to a second choice that is drafted beside the first
 
 bool greedy(const Chooser& chooser) { return chooser.sampling.temperature == 0.0 && chooser.edits.empty(); }

@@ -217,9 +217,11 @@ void Policy::plan_levels() {
         step.levels = step.unread ? 0 : std::min(levels, step.nodes);
         asked = asked || levels;
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
-        if (longest_ == HUGE_VAL && best > 0)
-            step.floor = floor /
-                         biased(chances_.table(step.kind.levels, step.kind.sampling).levels[1].given(Chances::kUnknown), step.row->bias[1]);
+        if (longest_ == HUGE_VAL && best > 0) {
+            const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
+            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[1]);
+            step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
+        }
         if (!step.kind.nodes)
             step.nodes = step.levels;
         else if (!step.levels && step.row->rests)
@@ -375,6 +377,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
 
 void Policy::look(Step& step, const Draft& draft) {
     step.draft.clear();
+    std::vector<double> lefts(draft.tokens.size() + 1, 1.0);  // chances of children that were not seen, by parent: one is accepted
     const auto gain_of = [&](auto n) -> double { return static_cast<float>(draft.gains[static_cast<size_t>(n)]); };  // as Drafts have it
     for (size_t n = 0; n < draft.tokens.size(); ++n) {
         const int parent = draft.parents[n];
@@ -384,11 +387,16 @@ void Policy::look(Step& step, const Draft& draft) {
             said = -1.0;
         else if (above)
             said = gain_of(static_cast<size_t>(parent)) > 0 ? said / gain_of(static_cast<size_t>(parent)) : 0.0;
-        Chance& learns = Chances::of(chances_.table(draft.sources[n], step.kind.sampling), above ? above->depth + 1 : 0, said);
-        const double its = learns.given(said < 0 ? Chances::kUnknown : std::min(std::max(said, 0.005), 0.995));
-        const double chance = biased(its, step.row->bias[above != nullptr]);
+        double& left = lefts[static_cast<size_t>(parent + 1)];
+        const bool second = left < 1.0;
+        Chances::Table& table = chances_.table(draft.sources[n], step.kind.sampling);
+        Chance& learns = Chances::of(table, above ? above->depth + 1 : 0, said, second);
+        const double own = std::min(std::max(said, 0.005), 0.995), its = learns.given(said < 0 ? Chances::kUnknown : own);
+        const double chance = second ? std::min(its, left) : biased(its, step.row->bias[above != nullptr]);
+        left = std::max(left - chance, 0.0);
+        if (said >= 0 && !second) table.compare(chance, own);
         step.draft.push_back(
-            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, &learns});
+            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, &learns, second});
     }
 }
 

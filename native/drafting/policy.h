@@ -125,6 +125,7 @@ private:
         int parent, depth, source;
         double gain, chance;  // of its whole path, and given its parent
         Chance* learns;
+        bool second;  // a child after another
     };
     struct Step {  // a row's part of the step that is under way
         View view;

@@ -20,7 +20,7 @@ from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Output
 
-DEEPEST = 8  # levels of a draft that stops at a floor
+DEEPEST = 15  # levels of a draft that stops at a floor
 NEAR = 0.15  # the chance of a path to a second choice that is drafted beside the first; native/drafting/draft_model.cpp
 
 
