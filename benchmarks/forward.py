@@ -2,6 +2,7 @@
 
     python -m benchmarks forward --model demo --one-thread --json results/forward.json
     python -m benchmarks forward --model FILE --contexts 512 8192 32256 --rows 1 --kv-dtypes bfloat16 int8
+    python -m benchmarks forward --model FILE --contexts 128 --rows 1 --llama-bench llama.cpp=build/bin/llama-bench
 
 Every cell is the median of interleaved rounds (each round visits all cells, so that a slow minute hits all alike);
 the bandwidth is measured before, between and after. Ratios within a run hold better than absolute figures. The second
@@ -12,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.figures import Measuring, add_json, at_least_one, emit
+from benchmarks.peers.llamacpp import WIDTHS as CHECKED
+from benchmarks.peers.llamacpp import llama_bench
+from benchmarks.peers.requantise import q4_0
 from outpace import _native
 from outpace.measure import machine
+from outpace.models import demo
 from outpace.models.base import Batch
 from outpace.models.load import load
 from outpace.models.native.model import NativeModel
@@ -116,6 +122,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least_one, default=8)
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
+    parser.add_argument(
+        "--llama-bench", action="append", metavar="NAME=COMMAND", default=[],
+        help="the same widths there, --model as it is and as Q4_0, before and after; the fastest",
+    )  # fmt: skip
     add_json(parser)
     parser.add_argument("--one-thread", action="store_true", help="also with one thread, in turn: what threads bring")
 
@@ -146,7 +156,11 @@ def run(options: argparse.Namespace) -> int:
     prefill_row = model.kv.alloc()
     prefill = Batch.pack([prefill_row], [prompt], [0], [False])
     prefill_seconds, speeds = [], [bandwidth(model.threads)]
+    others = dict(each.split("=", 1) for each in options.llama_bench)
+    source = demo.smollm2() if options.model == "demo" else Path(options.model)
+    checks: dict[str, list[Any]] = {}
     with Measuring() as measuring:
+        before = checked(others, source, model.threads)
         for _ in range(options.rounds):
             for cell in [*cells, *alone]:
                 cell.run(1 if cell.width == CHUNK else options.repeats)
@@ -158,9 +172,22 @@ def run(options: argparse.Namespace) -> int:
         for cell in cells:
             if cell.model is model and cell.width != CHUNK:
                 cell.profile(10)
+        checks = {name: fewest(before[name], found) for name, found in checked(others, source, model.threads).items()}
     if prefill_seconds:  # a whole round, at least
-        report(model, cells, alone, speeds, prefill_seconds, options)
+        report(model, cells, alone, speeds, prefill_seconds, checks, options)
     return measuring.end(0)
+
+
+def checked(others: dict[str, str], source: Path, threads: int) -> dict[str, list[Any]]:
+    """Milliseconds by width of others' ``llama-bench``, on the file and on its Q4_0, their fastest: the faster one."""
+    if not others:
+        return {}
+    paths = [source, q4_0(source)]
+    return {name: fewest(*(llama_bench(command, path, threads) for path in paths)) for name, command in others.items()}
+
+
+def fewest(*found: list[Any]) -> list[Any]:
+    return [min(entries, key=lambda entry: float(entry["ms"])) for entries in zip(*found, strict=True)]
 
 
 def loaded(name: str, threads: int | None, kv_dtype: KVDType) -> NativeModel:
@@ -175,7 +202,13 @@ def nearest(contexts: list[int]) -> int:
 
 
 def report(
-    model: NativeModel, cells: list[Cell], alone: list[Cell], speeds: list[float], prefill: list[float], options: Any
+    model: NativeModel,
+    cells: list[Cell],
+    alone: list[Cell],
+    speeds: list[float],
+    prefill: list[float],
+    checks: dict[str, list[Any]],
+    options: Any,
 ) -> None:
     cpu = machine.cpu()
     read = float(np.median(speeds))
@@ -214,6 +247,11 @@ def report(
     print(f"| width 1, ms | {one * 1e3:.2f} |")
     print(f"| prefill of {options.prefill}, tokens/s | {options.prefill / np.median(prefill):.0f} |")
     print("\n".join(f"| {name} | {ratio:.2f} |" for name, ratio in ratios.items()) + "\n")
+    if checks:
+        checks["Outpace"] = [{"width": width, "ms": by[base, width].median * 1e3} for width in CHECKED]
+        for name, entries in checks.items():
+            print(f"{name}: " + ", ".join(f"{entry['width']} tokens {entry['ms']:.2f} ms" for entry in entries))
+        print()
     names = list(by[base, 1].phases)
     print(f"| by phase at {base}, ms | " + " | ".join(names) + " |")
     print("| --- |" + " --- |" * len(names))
@@ -226,6 +264,6 @@ def report(
             "model": model.info.name, "dtype": model.info.dtype, "isa": model.isa, "threads": model.threads,
             "machine": cpu, "weight_bytes": model.info.weight_bytes, "bandwidth": speeds, "ratios": ratios,
             "prefill_tokens": options.prefill, "prefill_seconds": prefill, "cells": [cell.record() for cell in cells],
-            "one_thread": [cell.record() for cell in alone],
+            "one_thread": [cell.record() for cell in alone], **({"checks": checks} if checks else {}),
         },
     )  # fmt: skip

@@ -13,8 +13,6 @@ file: forwards of the same widths (`llama-bench -p`), then its plain and draftin
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ from benchmarks.experts.grow import grow
 from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from benchmarks.peers import Configuration as Peer
 from benchmarks.peers import Worker
+from benchmarks.peers.llamacpp import llama_bench
 from outpace.common.files import cache_dir
 from outpace.engine.engine import Engine
 from outpace.engine.intake import load_engines
@@ -71,7 +70,8 @@ def run(given: argparse.Namespace) -> int:
         found |= decode(path, rows, given, {each["width"]: each["plain_steps"] for each in found["widths"]})
         emit(given, found, partial=True)
         if given.llama_bench is not None:
-            found["llama_bench"] = llama_bench(given.llama_bench, path, given.threads)
+            found["checks"] = {"llama.cpp": llama_bench(str(given.llama_bench), path, given.threads)}
+            found["checks"]["Outpace"] = [{"width": each["width"], "ms": each["ms"]} for each in found["widths"]]
             emit(given, found, partial=True)
         if given.llama_server is not None:
             found["llama_server"] = llama_server(given, path, rows)
@@ -194,16 +194,6 @@ def count(
     head, often = heads.most_common(1)[0]
     last = [reason for reason in reasons if reason.startswith(head)][-1]
     return sum(step.gained for step in steps) / spent, f"{often} of {len(steps)} steps, as: {last}"
-
-
-def llama_bench(binary: Path, path: Path, threads: int) -> list[dict[str, float]]:
-    """Milliseconds of llama.cpp's forwards by width."""
-    sizes = ",".join(map(str, WIDTHS))
-    command = [str(binary), "-m", str(path), "-t", str(threads), "-p", sizes, "-n", "0", "-r", "8", "-o", "json"]
-    entries = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    found = [{"width": entry["n_prompt"], "ms": entry["avg_ns"] / 1e6} for entry in entries]
-    print("\nllama.cpp: " + ", ".join(f"{entry['width']} tokens {entry['ms']:.2f} ms" for entry in found))
-    return found
 
 
 def llama_server(given: argparse.Namespace, path: Path, rows: list[PromptRow]) -> dict[str, Any]:

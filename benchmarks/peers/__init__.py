@@ -1,4 +1,4 @@
-"""Outpace beside llama.cpp and OpenVINO GenAI: the same GGUF file, prompts and limits, prompt by prompt in turn.
+"""Outpace beside llama.cpp, ik_llama.cpp and OpenVINO GenAI: the same GGUF file, prompts and limits, in turn.
 
     python -m benchmarks peers --prompts spec_bench_dev.jsonl --limit 48 --json results/peers.json
 
@@ -26,11 +26,12 @@ from typing import Any
 from benchmarks.figures import Measuring, add_json, emit
 from benchmarks.peers.eagle import openvino_folder
 from benchmarks.peers.eagle_gguf import eagle_gguf
-from benchmarks.peers.requantise import requantise
+from benchmarks.peers.requantise import q4_0
 from outpace import Engine
 from outpace.cli.terminal import table
 from outpace.common.files import cache_dir
 from outpace.common.progress import progress
+from outpace.engine.intake import encoder
 from outpace.errors import OutpaceError, ParameterError
 from outpace.measure import machine
 from outpace.measure.prompts import encode_turns, read_prompts
@@ -49,6 +50,8 @@ PACKAGES = {
 }
 LLAMACPP = ("plain", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 EAGLE3 = "draft-eagle3"  # a llama.cpp's that was built here
+IK = ("plain", "suffix", "ngram-mod")
+IK_DRAFTS = 3  # tokens that a small model drafts for it
 OPENVINO = ("plain", "paged", "lookup-3", "lookup-5", "lookup-8")
 OPENVINO_EAGLE = ("eagle-4", "eagle-5", "paged-f32", "eagle-4-f32", "eagle-5-f32")  # paged-f32: the latters' plain
 OUTPACE = ("none", "ngram:size=3", "ngram:size=5", "ngram:size=7", "ngram", "suffix", "ngram+suffix")
@@ -58,7 +61,7 @@ Row = dict[str, Any]  # an answer: config, prompt, tokens, first_tokens, first, 
 
 @dataclass(frozen=True)
 class Configuration:
-    """``engine``: llamacpp-q4_1, llamacpp-q4_0 (-built: of a binary), openvino or outpace.
+    """``engine``: llamacpp-q4_1, llamacpp-q4_0 (-built: of a binary), ik-q4_1, ik-q4_0, openvino or outpace.
 
     ``plain``: whose outputs it should have.
     """
@@ -67,7 +70,7 @@ class Configuration:
     mode: str
     plain: str
     binary: Path | None = None  # of llama.cpp, in place of its package
-    drafter: Path | None = None  # the folder of an EAGLE-3 drafter, where ``mode`` drafts with it
+    drafter: Path | None = None  # what ``mode`` drafts with: an EAGLE-3 drafter's folder, or a GGUF file
 
     @property
     def name(self) -> str:
@@ -142,12 +145,13 @@ def _command(configuration: Configuration, path: Path) -> list[str]:
         python = environment("openvino")
         path = openvino_folder(drafter, path, python) if drafter else path
         return [str(python), str(HERE / "worker_openvino.py"), str(path), mode]
-    drafts = ["--drafter", str(eagle_gguf(drafter, path))] if drafter else []
-    if engine.startswith("llamacpp-q4_0"):
-        path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
-    command = [str(HERE / "llamacpp.py"), str(path), mode, *drafts]
+    if drafter:
+        drafter = eagle_gguf(drafter, path) if drafter.is_dir() else q4_0(drafter)
+    path = q4_0(path) if "q4_0" in engine else path
+    command = [str(HERE / "llamacpp.py"), str(path), mode, *(["--drafter", str(drafter)] if drafter else [])]
     if configuration.binary:
-        return [sys.executable, *command, "--binary", str(configuration.binary)]
+        ik = ["--ik"] if engine.startswith("ik") else []
+        return [sys.executable, *command, "--binary", str(configuration.binary), *ik]
     return [str(environment("llamacpp")), *command]
 
 
@@ -162,6 +166,14 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
         found += [Configuration(built, mode, f"{built} plain", given.llama_server) for mode in given.llamacpp]
         if given.eagle3:
             found.append(Configuration(built, EAGLE3, f"{built} plain", given.llama_server, given.eagle3))
+        if given.draft_model:
+            found.append(Configuration(built, "draft-simple", f"{built} plain", given.llama_server, given.draft_model))
+    if given.ik_server:
+        found.append(Configuration("ik-q4_1", "plain", "ik-q4_1 plain", given.ik_server))
+        found += [Configuration("ik-q4_0", mode, "ik-q4_0 plain", given.ik_server) for mode in given.ik]
+        if given.draft_model:
+            draft = f"draft:n_max={IK_DRAFTS}"
+            found.append(Configuration("ik-q4_0", draft, "ik-q4_0 plain", given.ik_server, given.draft_model))
     if "openvino" in given.engines:
         for mode in given.openvino or (*OPENVINO, *(OPENVINO_EAGLE if given.eagle3 else ())):
             drafts = mode.startswith("eagle")
@@ -183,6 +195,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", nargs="+", default=["llamacpp", "openvino", "outpace"])
     parser.add_argument("--llamacpp", nargs="+", default=LLAMACPP, choices=LLAMACPP, help="its modes on Q4_0")
     parser.add_argument("--llama-server", type=Path, help="a llama.cpp built here, measured beside its package")
+    parser.add_argument("--ik-server", type=Path, help="ik_llama.cpp's llama-server, built here")
+    parser.add_argument("--ik", nargs="+", default=IK, help="its modes on Q4_0, as its --spec-type takes them")
+    parser.add_argument("--draft-model", type=Path, help="a small GGUF that the servers built here draft with, too")
     parser.add_argument(
         "--eagle3",
         type=Path,
@@ -198,7 +213,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     model = given.model or demo.smollm2()
     with Engine.load(str(model), threads=1) as engine:
-        eos = engine.model.info.eos_ids[0]
+        eos, encode = engine.model.info.eos_ids[0], encoder(engine.tokenizer)
+        assert encode is not None
         prompts = [(row, encode_turns(engine, row).tolist()) for row in read_prompts(given.prompts, given.limit)]
     first = {"tokens": prompts[0][1][:64], "max_tokens": 8, "eos": eos}
     workers: list[Worker] = []
@@ -218,6 +234,8 @@ def run(given: argparse.Namespace) -> int:
             for row, tokens in prompts:
                 for worker in workers:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
+                    if "text" in found:  # ik_llama.cpp counts some tokens twice
+                        found["tokens"] = len(encode(found["text"]))
                     value["answers"].append(
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
                     )

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter as a GGUF file of llama.cpp's architecture eagle3, with two keys that eagle3.patch reads."""
+"""An EAGLE-3 drafter as a GGUF file of llama.cpp's eagle3; its keys fc_norm and norm_output are not read there yet."""
 
 from __future__ import annotations
 

@@ -1,20 +1,13 @@
 """llama.cpp: the package xllamacpp in its own environment, or a `llama-server`; imports nothing of Outpace.
 
     python llamacpp.py MODEL.gguf MODE                  # a worker; MODE: plain, or an n-gram mode, as ngram-simple
-    python llamacpp.py MODEL.gguf MODE --binary build/bin/llama-server [--drafter DRAFTER.gguf]
+    python llamacpp.py MODEL.gguf MODE --binary build/bin/llama-server [--drafter DRAFTER.gguf] [--ik]
     --server llamacpp='ENV/bin/python benchmarks/peers/llamacpp.py MODEL.gguf MODE {port}'    # of serving, invariance
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
-processor itself is faster. MODE with `--binary` is what its --spec-type takes; draft-eagle3, with a GGUF file of
-eagle_gguf.py, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. It is
-built so:
-
-    pip download llama-cpp-python==0.3.36 --no-deps --no-binary :all:
-    tar xf llama_cpp_python-0.3.36.tar.gz
-    cd llama_cpp_python-0.3.36/vendor/llama.cpp
-    patch -p1 < benchmarks/peers/eagle3.patch       # of this repository
-    cmake -B build -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF .
-    cmake --build build --target llama-server -j
+processor itself is faster (`--binary`). MODE is then what its --spec-type takes; with a GGUF file as drafter that is
+draft-simple (draft, of ik_llama.cpp) for a small model, and draft-eagle3 for one of eagle_gguf.py. `--ik`: the binary
+is ik_llama.cpp's, whose faster kernels want the weights packed anew at load (-rtr).
 
 A worker reads a JSON line {"tokens", "max_tokens"} and writes one: text, tokens, seconds to the first delta, seconds of
 the rest. A server has what ours has: 16 rows.
@@ -37,8 +30,9 @@ from typing import Any
 THREADS = 2
 ROWS = 16  # of a server
 CONTEXT = 2048  # tokens of a server's row
-EAGLE3 = ("--spec-draft-n-max", "3", "--spec-draft-p-min", "0.75")  # the fastest with our demo's drafter
+DRAFTS = ("--spec-draft-n-max", "3", "--spec-draft-p-min", "0.75")  # the fastest with our demo's drafter
 PATIENCE = 120  # seconds until a binary answers
+WIDTHS = (1, 2, 4, 8, 16)
 
 Chunks = Callable[[dict[str, Any], Callable[[Any], None]], object]  # what is asked, and who hears each chunk
 
@@ -65,14 +59,20 @@ def package(model: str, mode: str) -> Chunks:
     return lambda request, take: engine.handle_completions(json.dumps(request), take)
 
 
-def binary(path: str, model: str, mode: str, drafter: str | None) -> Chunks:
+def binary(path: str, model: str, mode: str, drafter: str | None, ik: bool) -> Chunks:
     """Of a `llama-server` that is started here, with one row."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [path, "-m", model, "-t", str(THREADS), "-c", "8192", "-np", "1", "--cache-ram", "0", "--port", str(port)]
     if mode != "plain":
-        command += ["--spec-type", mode, *(["-md", drafter, *EAGLE3] if drafter else [])]
+        command += [
+            "--spec-type",
+            mode,
+            *(["-md", drafter] if drafter else []),
+            *(DRAFTS if drafter and not ik else ()),
+        ]
+    command += ["-rtr"] if ik else []
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
 
     def ask(method: str, where: str, body: str | None = None) -> http.client.HTTPResponse:
@@ -100,6 +100,14 @@ def binary(path: str, model: str, mode: str, drafter: str | None) -> Chunks:
                 raise RuntimeError(line.decode())
 
     return chunks
+
+
+def llama_bench(binary: str, path: os.PathLike[str], threads: int, widths: tuple[int, ...] = WIDTHS) -> list[Any]:
+    """Milliseconds of forwards of ``widths`` tokens at the beginning of a text, by llama.cpp's llama-bench."""
+    sizes = ",".join(map(str, widths))
+    command = [*binary.split(), "-m", str(path), "-t", str(threads), "-p", sizes, "-n", "0", "-r", "8", "-o", "json"]
+    entries = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return [{"width": entry["n_prompt"], "ms": entry["avg_ns"] / 1e6} for entry in entries]
 
 
 def answer(chunks: Chunks, asked: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +153,7 @@ def main() -> None:
     parser.add_argument("port", nargs="?", type=int)
     parser.add_argument("--binary")
     parser.add_argument("--drafter")
+    parser.add_argument("--ik", action="store_true")
     given = parser.parse_args()
     if given.port is not None:
         print(server(given.model, given.mode, given.port).listening_address, flush=True)
@@ -152,7 +161,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")  # llama.cpp may print to the standard output
     os.dup2(2, 1)
     model, mode = given.model, given.mode
-    chunks = binary(given.binary, model, mode, given.drafter) if given.binary else package(model, mode)
+    built = given.binary
+    chunks = binary(built, model, mode, given.drafter, given.ik) if built else package(model, mode)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(chunks, json.loads(line))), file=out, flush=True)

@@ -11,6 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from outpace.common.files import cache_dir
+
 
 @contextmanager
 def writing(target: Path, architecture: str) -> Iterator[Any]:
@@ -32,6 +34,11 @@ def writing(target: Path, architecture: str) -> Iterator[Any]:
 def copy_field(writer: Any, name: str, field: Any) -> None:
     kind = field.types[0]
     writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+
+
+def q4_0(source: Path) -> Path:
+    """A model's copy in the cache, written on first use."""
+    return requantise(source, cache_dir() / "peers" / f"{source.stem}.Q4_0.gguf")
 
 
 def requantise(source: Path, target: Path) -> Path:

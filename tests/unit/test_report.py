@@ -13,7 +13,7 @@ from benchmarks.figures import made
 from outpace.cli import app
 from outpace.errors import ParameterError
 from outpace.measure.page import Bar, bars
-from outpace.measure.report import fastest, picture, read, sections
+from outpace.measure.report import FAMILIES, fastest, picture, read, sections
 
 HERE = Path(__file__).parents[2]
 SPEED = {"tokens_per_second": 90.0, "first_p50": 0.02}
@@ -40,7 +40,12 @@ def written(folder: Path, machine: str) -> list[Path]:
 
 def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
     peers = HERE / "docs/results/peers.json"
-    results = [peers, *written(tmp_path / "a", "one & two"), *written(tmp_path / "b", "three")]
+    results = [
+        peers,
+        HERE / "docs/results/peers-1b.json",
+        *written(tmp_path / "a", "one & two"),
+        *written(tmp_path / "b", "three"),
+    ]
     page, keep = tmp_path / "report.html", tmp_path / "kept" / "results"
     chart = tmp_path / "speed"
     run = app.parse(["report", *map(str, results), "-o", str(page), "--chart", str(chart), "--keep", str(keep)])
@@ -56,7 +61,7 @@ def test_machines_stand_side_by_side_in_one_page(tmp_path: Path) -> None:
     for theme in ("light", "dark"):  # the README's are of the results that lie beside them
         drawn = Path(f"{chart}-{theme}.svg").read_text()
         assert drawn == (HERE / f"docs/images/speed-{theme}.svg").read_text()
-        checks = picture(read(HERE / "docs/results/experts.json"), theme)
+        checks = picture([read(HERE / "docs/results/forward-1b.json")], theme)
         assert checks == (HERE / f"docs/images/checks-{theme}.svg").read_text()
     table = sections([read(path) for path in results[1:]])[0]
     assert table.heads == ["", "one & two, 2 cores", "three, 2 cores"]
@@ -74,7 +79,8 @@ def test_no_label_of_a_picture_is_cut() -> None:
         Bar("c", 1.0),
     ]
     for drawn in (
-        picture(read(HERE / "docs/results/experts.json"), "light"),
+        picture([read(HERE / "docs/results/forward-1b.json")], "light"),
+        picture([peers, peers], "light"),
         bars(peers.bars, "all", peers.about),
         bars(fastest(peers.value), "four", "d " * 200),
         bars(long, "", ""),
@@ -95,16 +101,21 @@ def test_no_label_of_a_picture_is_cut() -> None:
             assert left <= at < at + takes <= width, said
 
 
-def test_the_readmes_picture_has_a_bar_an_engine() -> None:
-    value = json.loads((HERE / "docs/results/peers.json").read_text())
-    shown = fastest(value)
-    assert [bar.label for bar in shown] == [
-        "OpenVINO, drafted", "llama.cpp, drafted", "Outpace, plain", "Outpace, drafted"
-    ]  # fmt: skip
-    for family, bar in zip(("openvino", "llamacpp"), shown, strict=False):
-        speeds = [row["decode_tokens_per_second"] for row in value["table"] if row["config"].startswith(family)]
-        assert bar.value == max(speeds)
-    assert shown[-1].note == "suffix+eagle:demo; no answer changed"
+@pytest.mark.parametrize("name", ["peers", "peers-1b"])
+def test_the_readmes_picture_has_a_bar_an_engine(name: str) -> None:
+    value = json.loads((HERE / f"docs/results/{name}.json").read_text())
+    shown = {bar.label: bar for bar in fastest(value)}
+    assert list(shown)[-1] == "Outpace"
+    for family, label in FAMILIES.items():
+        rows = [row for row in value["table"] if row["config"].startswith(family)]
+        assert bool(rows) == (label in shown)
+        if rows:
+            assert shown[label].value == max(row["decode_tokens_per_second"] for row in rows)
+            plain = {"plain", "paged", "none"}
+            assert shown[label].mark == max(
+                row["decode_tokens_per_second"] for row in rows if row["config"].split()[1] in plain
+            )
+    assert shown["Outpace"].note.endswith("no answer changed")
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from outpace.common.parameter import argument, option
 def run(
     common: Common,
     results: Annotated[
-        list[Path], argument("What peers, experts, serving, invariance, prove, scores or bench wrote with --json.")
+        list[Path],
+        argument("What bench or a benchmark (peers, forward, experts, serving, prove ...) wrote with --json."),
     ],
     out: Annotated[Path, option("The page to write.", "--out", "-o")] = Path("report.html"),
     chart: Annotated[
         Path | None,
-        option("Draw the first file, of peers or experts: NAME-light.svg, NAME-dark.svg.", metavar="NAME"),
+        option("Draw the files of peers, or one of forward or experts: NAME-light.svg, NAME-dark.svg.", metavar="NAME"),
     ] = None,
     keep: Annotated[Path | None, option("Copy the results there without single answers.", metavar="FOLDER")] = None,
 ) -> int:
@@ -36,7 +37,7 @@ def run(
     written = [out]
     if chart is not None:
         for theme, path in zip(("light", "dark"), themes, strict=True):
-            write_bytes(path, picture(found[0], theme).encode())
+            write_bytes(path, picture(found, theme).encode())
         written += themes
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 
 from outpace.common.files import StrPath, write_bytes
@@ -32,12 +33,13 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; white-space:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """``note``: in brackets behind the value; ``ours``: in the colour of what is ours."""
+    """``note``: in brackets behind the value; ``ours``: in the colour of what is ours; ``mark``: a line across it."""
 
     label: str
     value: float
     note: str = ""
     ours: bool = True
+    mark: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,16 @@ class Section:
     part: bool = False
 
 
-def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> str:
-    """An SVG picture of a bar for each of ``rows``, from the top."""
+def bars(rows: Sequence[Bar | str], title: str, about: str, theme: str = "page") -> str:
+    """An SVG picture of a bar for each of ``rows``, from the top; a text begins a group, which has its own scale."""
     text, quiet, grey, green = INK[theme]
-    most = max((row.value for row in rows), default=0.0) or 1.0
+    drawn = [row for row in rows if isinstance(row, Bar)]
     labels, notes = (max((_long(text, 14) for text in texts), default=0) for texts in (
-        [row.label for row in rows], [f"{row.value:.0f} ({row.note})" for row in rows]
+        [row.label for row in drawn], [f"{row.value:.0f} ({row.note})" for row in drawn]
     ))  # fmt: skip
     left, length = labels + 14, max(_WIDTH - labels - notes - 30, _LEAST)
-    width = max(_WIDTH, left + length + notes + 16)
+    heads = max((_long(row, 14) for row in rows if isinstance(row, str)), default=0)
+    width = max(_WIDTH, left + length + notes + 16, heads, _long(title, 16))
     lines = textwrap.wrap(about, int(width / (12 * _LETTER)))
     height = _TOP + len(rows) * (_BAR + _GAP) + (12 + 16 * len(lines) if lines else 0)
     parts = [
@@ -73,8 +76,14 @@ def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> st
         f"<title>{escape(f'{title}: {about}' if about else title)}</title>",
         f'<text x="0" y="18" fill="{text}" font-size="16" font-weight="600">{escape(title)}</text>',
     ]
+    most = 1.0
     for i, row in enumerate(rows):
         y = _TOP + i * (_BAR + _GAP)
+        if not i or isinstance(row, str):
+            most = max((bar.value for bar in _group(rows[i:])), default=0.0) or 1.0
+        if isinstance(row, str):
+            parts.append(f'<text x="0" y="{y + 18}" fill="{text}">{escape(row)}</text>')
+            continue
         ink, reach = (text if row.ours else quiet), max(length * row.value / most, 1)
         note = f"&#160;({escape(row.note)})" if row.note else ""
         parts += [
@@ -84,10 +93,18 @@ def bars(rows: Sequence[Bar], title: str, about: str, theme: str = "page") -> st
             f'<text x="{left + reach + 8:.1f}" y="{y + 16}" fill="{text}">{row.value:.0f}'
             f'<tspan fill="{quiet}">{note}</tspan></text>',
         ]
+        if row.mark and row.mark < row.value:
+            at = left + length * row.mark / most
+            parts.append(f'<path d="M{at:.1f} {y}v{_BAR}" stroke="{text}" stroke-width="2"/>')
     for i, line in enumerate(lines):
         y = height - 8 - 16 * (len(lines) - 1 - i)
         parts.append(f'<text x="0" y="{y}" fill="{quiet}" font-size="12">{escape(line)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _group(rows: Sequence[Bar | str]) -> list[Bar]:
+    """The bars up to the next group's text."""
+    return [row for row in takewhile(lambda row: row is rows[0] or isinstance(row, Bar), rows) if isinstance(row, Bar)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +135,20 @@ def curves(lines: Sequence[Line], places: Sequence[int], title: str, about: str,
         parts.append(
             f'<text x="{left + step * i}" y="{top + high + 22}" text-anchor="middle" fill="{quiet}">{place}</text>'
         )
+    taken: list[tuple[int, float]] = []  # by what is written
     for line in lines:
         ink, words_ink = (green, text) if line.ours else (grey, quiet)
         points = [(left + step * i, top + high * (1 - value / most)) for i, value in enumerate(line.values)]
         path = " ".join(f"{x},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="3"/>')
         for (x, y), value in zip(points, line.values, strict=True):
-            at = f'x="{x}" y="{y + 18 if line.ours else y - 9:.1f}" text-anchor="middle"'
-            parts += [
-                f'<circle cx="{x}" cy="{y:.1f}" r="4" fill="{ink}"/>',
-                f'<text {at} fill="{words_ink}" font-size="12">{value:.3g}</text>',
-            ]
+            parts.append(f'<circle cx="{x}" cy="{y:.1f}" r="4" fill="{ink}"/>')
+            below = y + 18 if line.ours else y - 9
+            if any(x == at_x and abs(below - at_y) < 13 for at_x, at_y in taken):
+                continue
+            taken.append((x, below))
+            at = f'x="{x}" y="{below:.1f}" text-anchor="middle"'
+            parts.append(f'<text {at} fill="{words_ink}" font-size="12">{value:.3g}</text>')
         x, y = points[-1]
         parts.append(f'<text x="{x + 14}" y="{y + 5:.1f}" fill="{words_ink}">{escape(line.label)}</text>')
     for i, said in enumerate(words):

@@ -22,9 +22,8 @@ NAMES = {
     "outpace": "Outpace",
 }
 FAMILIES = {"llamacpp": "llama.cpp", "ik": "ik_llama.cpp", "openvino": "OpenVINO", "outpace": "Outpace"}
-_FASTEST = "Decode speed of one answer, tokens/s: each engine at its fastest"
+_FASTEST = "Decode speed of one answer, tokens/s: each engine drafting at its fastest, and plain (the mark)"
 _CHECKS = "Milliseconds to check 1 to 16 tokens in one forward: less is better"
-_FORWARDS = {"llama.cpp": "llama_bench", "Outpace": "widths"}  # of what ``experts`` writes
 _PLAIN = ("plain", "paged", "paged-f32", "none")  # modes
 DETAILS = ("answers", "prefill", "runs", "plain")  # of single answers: no part of a report
 
@@ -89,35 +88,47 @@ def _peers(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
 
 
 def fastest(value: Mapping[str, Any]) -> list[Bar]:
-    """What ``peers`` measured, in a bar an engine: its fastest setting. Ours has two, plain and drafted."""
+    """What ``peers`` measured, in a bar an engine: its fastest setting, and the fastest without drafts."""
     best: dict[str, Bar] = {}
     for row in sorted(value["table"], key=lambda row: float(row["decode_tokens_per_second"])):
         engine, _, mode = row["config"].partition(" ")
-        weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
-        name, plain = FAMILIES.get(engine.split("-")[0], engine), mode in _PLAIN
-        label = f"{name}, {'plain' if plain else 'drafted'}"
+        name, speed = FAMILIES.get(engine.split("-")[0], engine), float(row["decode_tokens_per_second"])
+        plain = speed if mode in _PLAIN else best[name].mark if name in best else 0.0
         changed = f"{row['changed']} of {row['prompts']} answers changed" if row["changed"] else "no answer changed"
-        bar = Bar(
-            label, row["decode_tokens_per_second"], "" if plain else f"{mode}{weights}; {changed}", engine == "outpace"
-        )
-        best[label if bar.ours else name] = bar
+        weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
+        drafts = f"{plain:.0f} plain; {mode}{weights}; {changed}"
+        note = "plain, faster than drafting" if mode in _PLAIN else drafts
+        best[name] = Bar(name, speed, note, engine == "outpace", plain)
     return sorted(best.values(), key=lambda bar: bar.value)
 
 
-def picture(result: Result, theme: str) -> str:
-    """The README's of what ``peers`` or ``experts`` measured, as SVG. Raises ParameterError."""
-    about = f"{result.about}. {result.machine}, {result.day}"
-    if "table" in result.value:
-        return bars(fastest(result.value), _FASTEST, about, theme)
-    if "llama_bench" not in result.value:
-        raise ParameterError(f"{result.path} has no chart: give what peers or experts wrote, beside llama.cpp")
-    lines = [Line(name, [e["ms"] for e in result.value[of]], name == "Outpace") for name, of in _FORWARDS.items()]
-    return curves(lines, [entry["width"] for entry in result.value["widths"]], _CHECKS, about, theme)
+def picture(results: Sequence[Result], theme: str) -> str:
+    """The README's of what ``peers`` or ``forward`` measured, as SVG. Raises ParameterError."""
+    first = results[0]
+    machine = f"{first.machine}, {first.day}"
+    if "table" in first.value:
+        rows: list[Bar | str] = []
+        for result in (each for each in results if "table" in each.value):
+            here = f"{result.machine}, {result.day}"
+            rows += [f"{result.about}{'' if here == machine else f'; {here}'}", *fastest(result.value)]
+        return bars(rows, _FASTEST, machine, theme)
+    if not first.value.get("checks"):
+        raise ParameterError(f"{first.path} has no chart: give what peers wrote, or forward with --llama-bench")
+    checks: Mapping[str, Any] = first.value["checks"]
+    lines = [Line(name, [e["ms"] for e in found], name == "Outpace") for name, found in checks.items()]
+    widths = [entry["width"] for entry in next(iter(checks.values()))]
+    return curves(
+        lines,
+        widths,
+        f"Milliseconds to check {widths[0]} to {widths[-1]} tokens in one forward: less is better",
+        f"{first.about}. {machine}",
+        theme,
+    )
 
 
-def _experts(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
+def _checks(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
     figures, drawn = {}, []
-    for name, entries in ((name, value.get(of, ())) for name, of in _FORWARDS.items()):
+    for name, entries in value["checks"].items():
         for entry in entries:
             label = f"{name}, {entry['width']} tokens"
             drawn.append(Bar(label, entry["ms"], ours=name == "Outpace"))
@@ -179,7 +190,7 @@ def _scores(value: Mapping[str, Any]) -> tuple[dict[str, str], str, list[Bar]]:
 _Reader = Callable[[Mapping[str, Any]], tuple[dict[str, str], str, list[Bar]]]
 _READERS: Mapping[str, tuple[str, _Reader]] = {  # by a field that only this kind has
     "table": ("Beside other engines", _peers),
-    "widths": ("What a check costs", _experts),
+    "checks": ("What a check costs", _checks),
     "servers": ("Serving", _serving),
     "scores": ("Does an answer change with the load?", _invariance),
     "cases": ("Does drafting change a token?", _prove),
@@ -197,7 +208,7 @@ def read(path: StrPath) -> Result:
         return Result(kind, path, value, *reader(value))
     except StopIteration:
         raise ParameterError(
-            f"{path} is no result of peers, experts, serving, invariance, prove, scores or outpace bench"
+            f"{path} is no result of peers, experts, forward, serving, invariance, prove, scores or outpace bench"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "give what outpace bench --json or a benchmark wrote"
