@@ -12,8 +12,7 @@ constexpr double kCheap = 0.7;                       // those that take no more 
 constexpr double kOften = 8.0, kSeldom = 48.0;       // steps between two of them; the latter where the budget is not spent
 constexpr int kFruitless = 2;                        // drafts one after the other after which none is wider than was measured
 constexpr int kRest = 8, kLongRest = 10'000;         // steps that a drafter rests whose asking does not pay, at least and at most,
-constexpr double kAsked = 100.0;                     // and so many times as long as asking all rows takes,
-constexpr int kKnown = 4;                            // once it was asked so often
+constexpr double kAsked = 100.0;                     // and so many times as long as asking all rows takes
 constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
 constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
 
@@ -181,26 +180,40 @@ void Policy::plan_levels() {
             const int deepest = its.level > 0 ? steps_[i].nodes : 1;  // until a level's time is known
             if (its.levels < deepest) its.brings += next(i, its.levels + 1);
         }
-        const auto dearer = [](const auto& a, const auto& b) {
-            return a.second.brings * b.second.level < b.second.brings * a.second.level;
+        std::vector<std::pair<const int, Network>*> order;  // who brings most for its time comes first
+        for (auto& each : drafters)
+            if (each.second.brings > 0) order.push_back(&each);
+        if (order.empty()) break;
+        std::stable_sort(order.begin(), order.end(),
+            [](const auto* a, const auto* b) { return a->second.brings * b->second.level > b->second.brings * a->second.level; });
+        const auto grown = [&](const std::pair<const int, Network>& each) {  // the nodes, with another level of a network
+            std::vector<Free> found = nodes;
+            for (const size_t i : rows)
+                if (steps_[i].kind.drafter == each.first && steps_[i].nodes > each.second.levels)
+                    found.push_back({next(i, each.second.levels + 1), static_cast<int>(i), each.second.levels + 1});
+            std::sort(found.begin(), found.end());
+            return found;
         };
-        auto found = drafters.end();
-        for (auto each = drafters.begin(); each != drafters.end(); ++each)
-            if (each->second.brings > 0 && (found == drafters.end() || dearer(*found, *each))) found = each;
-        if (found == drafters.end()) break;
-        Network& its = found->second;
+        // Where rows of the others would fall too far behind for it, one of theirs comes first.
+        const auto fair = [&](const auto* each) {
+            const std::vector<Free> found = grown(*each);
+            const double takes = asking + each->second.level;
+            const int most = choose(found, takes).nodes;
+            return bearable(found, most, takes) == most;
+        };
+        const auto chosen = order.size() > 1 ? std::find_if(order.begin(), order.end(), fair) : order.begin();
+        auto& [drafter, its] = chosen != order.end() ? **chosen : *order.front();
+        nodes = grown({drafter, its});
         ++its.levels, asking += its.level;
         for (const size_t i : rows)
-            if (steps_[i].kind.drafter == found->first && steps_[i].nodes >= its.levels)
-                gains[i] = next(i, its.levels), nodes.push_back({gains[i], static_cast<int>(i), its.levels});
-        std::sort(nodes.begin(), nodes.end());
+            if (steps_[i].kind.drafter == drafter && steps_[i].nodes >= its.levels) gains[i] = next(i, its.levels);
         if (first == 0.0) first = nodes[0].gain;
         const Choice choice = choose(nodes, asking);
         const double worth = choice.tokens - rate() * (more(choice.nodes) + asking);
         if (choice.nodes) fastest = std::max(fastest, choice.speed);
         if (worth > best && bearable(nodes, choice.nodes, asking) == choice.nodes) {
             best = worth, floor = rate() * (its.level + more(choice.nodes) / choice.nodes);
-            for (auto& [drafter, each] : drafters) each.chosen = each.levels;
+            for (auto& each : drafters) each.second.chosen = each.second.levels;
         } else if (worth > best) {
             none = Why::Others;
         } else if (!choice.nodes && choice.why != Why::Dear && nodes[0].gain > rate() * (more(1) + asking)) {
@@ -363,11 +376,10 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
         Asking& asker = asking_[step.kind.drafter];
         const double value = chosen && !tries ? saved * decision.size / chosen : 0.0;
         row.value += (value - row.value) / 12;
-        asker.value += (value - asker.value) / 48;
-        asker.worth += (value - asker.worth) / std::min(++asker.asked, 48);
+        asker.value += (value - asker.value) / (asker.asked = std::min(asker.asked + 1, 48));
         if (row.value >= asker.each.median()) continue;
         row.rests = kRest;
-        if (asker.asked < kKnown || !asker.dear()) continue;
+        if (!asker.dear()) continue;
         const double steps = std::min(kAsked * asker.each.low() * static_cast<double>(count_), double{kLongRest});
         row.rests = std::max(row.rests, static_cast<int>(steps));
         asker.rested = step_ + row.rests;

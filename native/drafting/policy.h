@@ -106,9 +106,8 @@ private:
     struct Asking {  // what a drafter takes, in plain steps
         Ratios each;                  // a row
         std::array<Ratios, 8> level;  // a level, by doublings of the rows
-        double value = 0.05;          // plain steps that a row's asking saves, lately
-        double worth = 0.0;           // the same, from what was seen alone,
-        int asked = 0;                // so often
+        double value = 0.05;          // plain steps that a row's asking saves, lately: a guess that counts for
+        int asked = 4;                // so many askings, and what they have saved since
         int64_t rested = 0;           // the step until which new rows do not ask either, where it is dear
         int rows = 0, levels = 0;     // in this step,
         int chosen = 0, deep = 0;     // and of them those whose size was chosen here
@@ -116,7 +115,7 @@ private:
         double unread = 0.0;          // so many tokens
         Ratios token;                 // plain steps for one of them
         double saves = kSaves;        // plain steps that a token of an answer saves, lately, once all before it is read
-        bool dear() const { return worth < each.low(); }
+        bool dear() const { return value < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }

@@ -62,6 +62,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "target_layer_ids": [0, 2, 4], "num_anchors": 512, **HEADS,
     },
 }  # fmt: skip
+S = LAYOUTS["DSpark, SpecForge"]
+LAYOUTS["DSpark, SpecForge, gated"] = {**S, "dflash_config": {**S["dflash_config"], "markov_head_type": "gated"}}
 for kind in ("gated", "rnn"):
     LAYOUTS[f"DSpark, DeepSpec, {kind}"] = {**LAYOUTS["DSpark, DeepSpec"], "markov_head_type": kind}
 
@@ -218,14 +220,14 @@ def put(folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, dict
     count = len(config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids", [1, 3])))
     rank = HEADS["markov_rank"] if heads else 0
     decoder = learned.parallel().decoder
-    shape = ParallelConfig(
-        decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads, markov=config.get("markov_head_type", "vanilla")
-    )
+    kind = {**config, **config.get("dflash_config", {})}.get("markov_head_type", "vanilla")
+    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads, markov=kind)
     tensors = learned.random_tensors(shape, seed, head=own, embedding=own)
     tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    safetensors.write(folder / "model.safetensors", tensors)
+    early = {"logit_head." * (kind == "gated" and "head" in name) + name: values for name, values in tensors.items()}
+    safetensors.write(folder / "model.safetensors", early if "dflash_config" in config else tensors)
     return folder, {name: values.astype(np.float64) for name, values in tensors.items()}
 
 
@@ -294,6 +296,11 @@ def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path) -> None:
         ("DSpark, DeepSpec", {"markov_head_type": "gru"}, "'gru': vanilla, gated, rnn are read"),
         ("DSpark, DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers in a block drafter are not"),
         ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
+        (
+            "DSpark, SpecForge",
+            {"dflash_config": {**S["dflash_config"], "markov_head_type": "rnn"}},
+            "is 'rnn', which is",
+        ),
         ("DFlash, z-lab", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_it_learns_the_answers_and_then_the_target(answers: Path, model: Path, t
             found.append(engine.generate(prompt, params))
     assert found[0].token_ids == found[1].token_ids
     assert found[1].stats.drafted > 0
+    other = shutil.copytree(first, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["A"], words["B"] = words["B"], words["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ParameterError, match=r"another tokenizer: its token \d+ is 'B', the target's 'A': give a model"
+    ):
+        outpace(*begun, "--start", other, "--out", tmp_path / "third", "--steps", 1)
     config_file = first / "config.json"
     config_file.write_text(config_file.read_text().replace("Llama", "Granite").replace("llama", "granite"))
     with pytest.raises(ParameterError, match=r"start=.* is no Llama, as a student is: give another model"):

@@ -83,9 +83,11 @@ def test_transformers_and_the_runtime_compute_what_was_trained(
     weights = TargetWeights(resolve(str(out)))
     target, parts, stored = weights.decoder, weights.parts(), load_file(out / "mtp.safetensors")
     own = {name.removeprefix("mtp."): values for name, values in stored.items()}
-    network = MtpNetwork(target, shaped_as(weights, 1, qk_norm=True))
+    shape = shaped_as(weights, 1, qk_norm=True)
+    network = MtpNetwork(target, shape)
     network.load_state_dict({name: each + 1 if "norm" in name else each for name, each in own.items()})
     module = Qwen3_5ForCausalLM.from_pretrained(out).eval()
+    assert shape.rope_theta == module.config.rope_parameters["rope_theta"], "though a part of each head turns"
     last = module.model.layers[-1]
     layer = MtpLayer(module.config, type(last), type(last.input_layernorm), 3).eval()
     renamed = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}

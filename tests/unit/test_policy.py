@@ -4,7 +4,7 @@ table says. Bounds are on true means; what the policy sees is noisy (tests/simul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -14,6 +14,7 @@ import pytest
 from outpace.control.adaptive import AUTO_SIZE
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, RowView
+from outpace.exact.drafts import Draft, Drafts
 from outpace.measure.plan import best, plan
 from tests.simulated import (
     CPU,
@@ -314,6 +315,51 @@ def test_several_drafters_share_a_batch() -> None:
     found = run(Driven(CPU), Machine(CPU, level=0.05, ask=0.01), texts, rows=4, views=views, prompt=30)
     assert found.speedup > SLOWEST
     assert min(request.speedup for request in found.requests) > 0.97
+
+
+@pytest.mark.parametrize(
+    "networks", [((0.9, 0.03), (0.7, 0.03)), ((0.9, 0.02), (0.7, 0.06)), ((0.85, 0.02), (0.6, 0.04))]
+)
+def test_networks_of_one_batch_compete_by_chance_per_cost(networks: tuple[tuple[float, float], ...]) -> None:
+    """Two rows of each: the levels that they get are near the best of all that there are, by expectation, from a table;
+    as many levels for both would bring 0.94 of that at the most."""
+    cost, names, rows = Cost((1, 64), (1.0, 1.5)), ("a", "a", "b", "b"), range(4)
+    machine = Machine(cost, noise=0.0)
+    plain = machine.body(4, 0, 300.0, 0)
+    chances, price = [networks[n == "b"][0] for n in names], dict(zip("ab", (p for _, p in networks), strict=True))
+
+    def expected(levels: Sequence[int], widths: Sequence[int]) -> tuple[float, float, float]:
+        """Tokens, seconds of drafting and of all else."""
+        tokens = sum(p**i for p, width in zip(chances, widths, strict=True) for i in range(width + 1))
+        deepest = {name: max(n for n, its in zip(levels, names, strict=True) if its == name) for name in "ab"}
+        draft = plain * sum(price[name] * deepest[name] for name in "ab")
+        return tokens, draft, machine.body(4, sum(widths), 300.0, 0)
+
+    def speed(*each: int) -> float:
+        levels = [each[name == "b"] for name in names]
+        tokens, draft, body = expected(levels, levels)
+        return tokens / (draft + body)
+
+    best = max(speed(*each) for each in itertools.product(range(9), repeat=2))
+    assert max(speed(n, n) for n in range(9)) < 0.94 * best
+    for seed in range(2):
+        policy, rng, tokens, seconds = Driven(cost, stretch=16.0), np.random.default_rng(seed), 0.0, 0.0
+        its = [view(row, cost=DraftCost(levels=names[row]), drafter=names[row]) for row in rows]
+        for step in range(300):
+            sizes = policy.plan(its, [8] * 4, [300] * 4)
+            levels = [min(pair) for pair in zip(sizes.levels, sizes.nodes, strict=True)]
+            drafts = [
+                Draft([0] * n, list(range(-1, n - 1)), [p ** (i + 1) for i in range(n)], [int(name == "b")] * n)
+                for n, p, name in zip(levels, chances, names, strict=True)
+            ]
+            kept, _ = policy.trim(Drafts.of(drafts, ("a", "b")))
+            widths = kept.widths.tolist()
+            good = [min(n, int(rng.geometric(1 - p)) - 1) for n, p in zip(widths, chances, strict=True)]
+            found, draft, body = expected(levels, widths)
+            policy.learn(verdicts(good), draft, body)
+            if step >= 100:
+                tokens, seconds = tokens + found, seconds + draft + body
+        assert tokens / seconds > 0.97 * best
 
 
 def test_plain_steps_are_rare_where_drafts_always_pay() -> None:

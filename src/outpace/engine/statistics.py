@@ -42,7 +42,7 @@ class Clock:
 
 _NOTHING = "no draft was made: the answer repeated nothing from before, or drafts had not paid lately"
 _TRAINED = ("eagle", "peagle", "parallel", "dflash", "dspark", "medusa", "drafter", "mtp", "model")
-_ENOUGH, _USELESS = 64, 200  # drafted tokens that tell, and of how many less than one is next to nothing
+_ENOUGH, _USELESS = 64, 40  # drafted tokens that tell, and of how many less than one is next to nothing
 _FEW = 8  # drafted steps that say nothing about a text
 PHASES = ("draft", "target", "verify", "other")
 

@@ -156,11 +156,10 @@ def split(answers: Answers, options: LoopOptions) -> tuple[Answers, Answers]:
 
 
 def shaped_as(weights: TargetWeights, layers: int, qk_norm: bool = False) -> Decoder:
-    """A decoder of ``layers`` layers like the target's."""
+    """A decoder of ``layers`` layers like the target's, which rotates whole heads and stretches nothing."""
     target = weights.decoder
-    # To four digits, which undoes rounding; of stretched frequencies, the base of their second is near enough.
-    base = float(f"{float(target.ropes[0].frequencies[1]) ** (-target.head_dim / 2):.4g}")
     return Decoder(
         hidden=target.hidden, layers=layers, heads=target.heads, kv_heads=target.kv_heads, head_dim=target.head_dim,
-        ffn=target.inner, eps=target.eps, rope_theta=base, max_length=target.max_length, qk_norm=qk_norm,
+        ffn=target.inner, eps=target.eps, rope_theta=target.ropes[0].base, max_length=target.max_length,
+        qk_norm=qk_norm,
     )  # fmt: skip

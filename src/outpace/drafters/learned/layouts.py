@@ -294,7 +294,8 @@ def canonical(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
     found = {}
     for name in names:
         if not name.endswith(IGNORED):
-            found[_medusa_name(name) if medusa else name.replace("midlayer.", "layers.0.")] = name
+            own = name.replace("midlayer.", "layers.0.").removeprefix("logit_head.")  # SpecForge's early DSpark
+            found[_medusa_name(name) if medusa else own] = name
     if medusa and config.get("original_lm_head") and "lm_head.weight" not in found and "lm_heads.0.weight" in found:
         shared = found["lm_heads.0.weight"]  # one head for all, although each is listed
         found = {name: tensor for name, tensor in found.items() if not name.startswith("lm_heads.")}
@@ -398,10 +399,10 @@ def _block(facts: Facts, dspark: bool) -> ParallelConfig:
     ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
     trained = nested.get("confidence_head_alpha") or 0
     heads, markov = _heads(nested, 0, bool(trained), False) if dspark else ((0, False, False), "vanilla")
-    if markov != "vanilla":  # nothing public says how SpecForge's are served
+    if markov == "rnn":  # nothing public says at which slot SpecForge's begins when it is served
         raise facts.fail(f"its markov_head_type is {markov!r}, which is read in DeepSpec's and speculators' alone")
     causal = facts.get("is_causal") is not False
-    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal)
+    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal, markov=markov)
 
 
 def _outputs(facts: Facts) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from outpace.errors import Argument, ParameterError
 from outpace.models.base import Model
 from outpace.models.load import Source, resolve
 from outpace.models.weights import safetensors
-from outpace.text.tokenizer import Tokenizer
+from outpace.text.tokenizer import Tokenizer, differences
 from outpace.training.hidden_states import forward_states, open_target
 from outpace.training.objective import Objective, Simulated, TrainBatch, walk
 from outpace.training.objectives.losses import LOSSES, in_chunks, sequence_weights
@@ -361,6 +361,15 @@ def _started(setup: Setup, source: Source, options: DistilOptions) -> Student:
             Argument("start", source.name), f" has {parts.vocab} tokens, and the target {setup.parts.vocab}: give a "
             "model of the target's tokenizer",
         )  # fmt: skip
+    for token, own, target in differences(_tokenizer(source), _tokenizer(setup.source), 1):
+        raise ParameterError(
+            Argument("start", source.name), f" has another tokenizer: its token {token} is {own!r}, the target's "
+            f"{target!r}: give a model of the target's tokenizer",
+        )  # fmt: skip
+    if not weights.decoder.ropes[0].plain:
+        raise ParameterError(
+            Argument("start", source.name), " stretches its rotations, and a student does not: give another model"
+        )
     qk_norm = weights.vector(count - 1, "q_norm") is not None
     student = _with_rows(parts, shaped_as(weights, count, qk_norm), options, setup.run.options.seed)
     student.take([_layer(weights, i, source) for i in range(count)], parts.final_norm)
