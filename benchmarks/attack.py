@@ -4,8 +4,8 @@ Every client does at random what a soak's do (benchmarks/soak.py) or what an att
 nothing or half of a request, bodies in crumbs or of the worst JSON, long texts, hostile grammars, names and origins of
 others, every route with good and with wrong fields, prompts whose KV goes to the disk and comes from there; one runs
 schemathesis, over single operations and over sequences of them. /health is asked 20 times a second from a process of
-its own. After each tenth, when nothing runs, the engine's invariants are checked and what the server holds is counted.
-Linux only.
+its own; how late the server's event loop was, and why, its metrics say. After each tenth, when nothing runs, the
+engine's invariants are checked and what the server holds is counted. Linux only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import soak
 from benchmarks.figures import Measuring, add_json, emit
@@ -276,6 +279,18 @@ def health(port: int) -> float:
     return time.perf_counter() - begun if ok else float("inf")
 
 
+def delays(port: int, cause: str) -> dict[str, int]:
+    """How often the server's event loop was late by more than 0.05 s and by more than HEALTH, for this cause alone."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+    counts = {
+        float(sample.labels["le"]): int(sample.value)
+        for sample in families["outpace_loop_delay_seconds"].samples
+        if sample.name.endswith("_bucket") and sample.labels["cause"] == cause
+    }
+    return {f"{bound:g} s": counts[float("inf")] - counts[bound] for bound in (0.05, HEALTH)}
+
+
 def watch(port: int, times: Any, stop: Any) -> None:
     """What ``health`` gives, 20 times a second."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it goes to the benchmark, too
@@ -305,6 +320,7 @@ def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], 
                 run.sequences(max(int(seconds / soak.PARTS / 10), 1))
                 states.append(soak.at_rest(port))
                 say(f"part {part + 1}: {states[-1]}, {len(run.failures)} failures")
+        late = {cause: delays(port, cause) for cause in ("loop", "threads", "machine")}
         stop.set()
         health = times.get(timeout=60)
         watcher.join()
@@ -320,6 +336,7 @@ def attack(seconds: float, clients: int, log: Path, say: Callable[[str], None], 
             "asked": len(health), "median": health[len(health) // 2], "p99": health[len(health) * 99 // 100],
             "max": health[-1],
         },
+        "late": late,
     }  # fmt: skip
 
 
@@ -339,7 +356,11 @@ def run(given: argparse.Namespace) -> int:
     print(json.dumps({name: value for name, value in found.items() if name != "failures"}, indent=1))
     wrong = [*found["failures"], *found["leaks"]]
     if found["health"]["max"] > HEALTH:
-        wrong.append(f"/health took {found['health']['max']:.3f} s: at most {HEALTH} are allowed")
+        often = ", ".join(f"{cause} {late[f'{HEALTH:g} s']}" for cause, late in found["late"].items())
+        wrong.append(
+            f"/health took {found['health']['max']:.3f} s: at most {HEALTH} are allowed. How often the event loop "
+            f"was later by one cause alone: {often} (the machine's, which had no core for it, are not the server's)"
+        )
     for line in wrong[:20]:
         print(f"FAILED: {line}")
     emit(given, found)

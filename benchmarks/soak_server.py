@@ -18,8 +18,9 @@ from starlette.routing import Route
 from outpace import AsyncEngine, Engine
 from outpace.common import allocator
 from outpace.server.engines.models import SingleModel, system_fingerprint
-from outpace.server.engines.runner import Server, bound
+from outpace.server.engines.runner import Server, bound, steady
 from outpace.server.engines.service import Service
+from outpace.server.observe.metrics import Metrics
 from outpace.server.settings import ServerSettings
 
 CACHE = 64 << 20  # bytes of KV in CACHE_DIR, which an attack fills
@@ -61,12 +62,18 @@ async def serve(port: int, drafter: str, cache: str | None = None) -> None:
                 "demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV, cache_dir=cache, cache_size=size
             )
         )
-        service = Service(SingleModel("demo", serving), settings, fingerprint=lambda engine: system_fingerprint(engine))
+        service = Service(
+            SingleModel("demo", serving),
+            settings,
+            fingerprint=lambda its: system_fingerprint(its),
+            observers=[Metrics()],
+        )
         server = Server(service, listener)
 
         async def answer(request: Any) -> JSONResponse:
             return JSONResponse(await state(service, serving))
 
+        steady()
         app: Any = server.config.app
         app.router.routes.append(Route("/soak", answer))
         await server.run_until_stopped()

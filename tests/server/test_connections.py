@@ -152,7 +152,10 @@ def test_few_files_are_enough_to_serve_beside_silent_connections() -> None:
         assert len(its.stderr.read()) < 4096
 
 
-def test_failures_to_accept_are_logged_once_and_make_room(few: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_to_accept_are_logged_once_and_make_room(
+    few: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few.server.connections, "header_timeout", 60)
     handle = accept_errors(few.server.connections, seconds=60)
     with connect(few) as silent:
         assert httpx.get(f"{few.url}/health").status_code == 200  # it was accepted before this

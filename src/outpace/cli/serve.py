@@ -94,14 +94,13 @@ def run(
     observers: list[Observer] = [Metrics(), RequestLog(), *([Spans(tracer())] if otel else [])]
     configure(log_format)
     few_arenas()
-    sys.setswitchinterval(_SWITCH)
     from outpace.common.units import format_bytes
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.kv_files import checked_limit
     from outpace.models.load import published_name
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
-    from outpace.server.engines.runner import Server, bound
+    from outpace.server.engines.runner import Server, bound, steady
     from outpace.server.engines.service import Service
 
     with ExitStack() as stack:
@@ -133,6 +132,7 @@ def run(
                 spellings=dict(zip(given, names, strict=True)),
             )
             server = Server(service, listener)
+            steady()
             where, at = server.address
             url = f"http://{where}:{at}"
             print(f"{', '.join(service.names())} at {url}/v1, and a page at {url}/", file=sys.stderr, flush=True)
@@ -154,7 +154,5 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         raise ParameterError(f"{path} has no key, so that everybody would be let in: write one a line")
     return found
 
-
-_SWITCH = 0.0005  # seconds that a thread keeps the interpreter from others: a request changes threads ten times
 
 COMMAND = Command("serve", run, "outpace serve -m demo --port 8000")

@@ -38,14 +38,15 @@ def create_app(service: Service) -> FastAPI:
         title="Outpace",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # page.py's route has it
         responses={status: {"model": Refusal} for status in ("4XX", "5XX")},
         separate_input_output_schemas=False,
     )
     app.state.service = service
     for router in _ROUTERS:
         app.include_router(router)
+    for route in app.routes:  # FastAPI prepares them when the first is looked for: 50 ms, in the event loop
+        route.matches({"type": "http", "method": "GET", "path": "/nothing", "root_path": ""})
     app.add_exception_handler(APIError, _refused)
     app.add_exception_handler(OutpaceError, _refused)
     app.add_exception_handler(HTTPException, _not_routed)

@@ -9,7 +9,7 @@ import io
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -192,6 +192,7 @@ def scope_of(request: Request) -> str:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
+_MANY = 128  # tokens and parts, of which a stream's next are written off the event loop
 _LOOK = 0.5  # seconds after which the reading of a prompt is looked at again
 FINGERPRINT = "system-fingerprint"  # a header of streams: a resumed one may not have it otherwise
 DONE = b"data: [DONE]\n\n"
@@ -202,7 +203,7 @@ class Encoder(ABC):
 
     ``prefix``: of the answer's id; ``names``: of fields of chats and completions, as the protocol spells them;
     ``media_type``: of streams; ``alive``: what a stream has while there is nothing to write. ``end`` and ``whole`` run
-    off the event loop.
+    off the event loop, and ``part`` where there is much to write.
     """
 
     prefix: ClassVar[str]
@@ -357,7 +358,7 @@ class EventStream(Response):
             (b"content-type", encoder.media_type.encode()),
             *((name, value) for name, value in self.raw_headers if name != b"content-length"),
         ]
-        self._encoder, self._service = encoder, service
+        self._encoder, self._service, self._begins = encoder, service, True
 
     async def _events(self) -> AsyncGenerator[bytes]:
         encoder, generation = self._encoder, self._encoder.generation
@@ -372,10 +373,21 @@ class EventStream(Response):
                 yield encoder.progress()
             reading = reading and not parts
             seconds = 0.0 if parts else seconds + patience
-            if data := b"".join(map(encoder.part, parts)) if parts else encoder.alive if seconds >= alive else b"":
+            if data := await self._written(parts) if parts else encoder.alive if seconds >= alive else b"":
                 seconds = 0.0
                 yield data
         yield await self._service.work(encoder.end)
+
+    async def _written(self, parts: Sequence[Part]) -> bytes:
+        """What they add: a prompt's log-probabilities may take a second, and so may finding out where an answer that
+        goes on stood."""
+        encoder, generation = self._encoder, self._encoder.generation
+        size = sum(1 + len(part.token_ids) + len(part.prompt_logprobs) for part in parts)
+        resumed = self._begins and bool(generation.resumed)
+        self._begins = False
+        if resumed or size > _MANY:
+            return await self._service.work(lambda: b"".join(map(encoder.part, parts)))
+        return b"".join(map(encoder.part, parts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = self._events()

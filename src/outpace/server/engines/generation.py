@@ -24,6 +24,7 @@ from outpace.server import errors
 from outpace.server.conversation.pieces import Event, Joined, OutputParser, Plain, Segment, Segmenter
 from outpace.server.engines.models import Served
 from outpace.server.errors import APIError
+from outpace.server.observe.delays import Delay
 from outpace.server.schema import Answer
 from outpace.text.answer import TextReader
 
@@ -212,6 +213,9 @@ class Observer:
 
     def refused(self, error: APIError) -> None:
         """A request was answered with an error that ended no generation."""
+
+    def delayed(self, delay: Delay) -> None:
+        """The event loop was so late."""
 
 
 class Generation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +22,7 @@ from outpace.engine.statistics import Stats, pooled
 from outpace.errors import OutpaceError
 from outpace.server.engines.generation import Generation, Observer, Part
 from outpace.server.errors import APIError
+from outpace.server.observe.delays import Delay
 
 if TYPE_CHECKING:
     from outpace.server.engines.service import Service
@@ -88,6 +89,10 @@ class Metrics(Observer):
         self._refused = Counter(
             "outpace_refused", "Requests answered with an error.", ["status", "code"], registry=self._registry
         )
+        self._delay = Histogram(
+            "outpace_loop_delay_seconds", "Seconds by which the event loop was late, ten times a second, by cause.",
+            ["cause"], buckets=_SHORT, registry=self._registry,
+        )  # fmt: skip
         self._inside = Gauge("outpace_requests_inside", "HTTP requests in flight.", registry=self._registry)
         self._read = _AtScrape()
         self._registry.register(self._read)
@@ -128,6 +133,10 @@ class Metrics(Observer):
 
     def refused(self, error: APIError) -> None:
         self._refused.labels(str(error.status), error.code or "").inc()
+
+    def delayed(self, delay: Delay) -> None:
+        for cause, seconds in asdict(delay).items():
+            self._delay.labels(cause).observe(seconds)
 
     async def exposition(self, service: Service) -> tuple[bytes, str]:
         """What ``/metrics`` answers, and its content type."""
