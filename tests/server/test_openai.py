@@ -290,6 +290,40 @@ def test_what_llama_cpps_page_asks(demo: Running) -> None:
     assert demo.events(CHAT, {"messages": ASK, **page})[-1]["choices"][0]["finish_reason"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"messages": ASK, "logprobs": True}),
+        (CHAT, {"messages": ASK, "tools": [PAINT], "tool_choice": "required", "n": 2}),
+        ("/v1/completions", {"prompt": ["One two", "Three"], "echo": True, "logprobs": 0}),
+        ("/v1/completions", {"prompt": "One two", "echo": True, "max_tokens": 0}),
+    ],
+)
+def test_why_a_choice_ended_comes_after_its_words(demo: Running, path: str, more: dict[str, Any]) -> None:
+    """And each chunk says what was used so far, where that is asked for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"max_tokens": 12, "seed": 4, "return_token_ids": True, "stream_options": options, **more}
+    *events, last = demo.events(path, asked)
+    count, ended = 0, set()
+    for event in events:
+        (choice,) = event["choices"]
+        words = choice.get("delta", choice.get("text"))
+        assert choice["index"] not in ended
+        count += len(choice.get("token_ids", []))
+        usage = {**event["usage"]}
+        assert usage == {
+            "prompt_tokens": last["usage"]["prompt_tokens"], "completion_tokens": count,
+            "total_tokens": last["usage"]["prompt_tokens"] + count,
+        }  # fmt: skip
+        if choice["finish_reason"] is not None:
+            ended.add(choice["index"])
+            assert (words or None, choice["logprobs"]) == (None, None)
+    assert len(ended) == len(demo.answer(path, {**asked, "stream_options": None})["choices"])
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], count)
+    del options["continuous_usage_stats"]
+    assert {str(event["usage"]) for event in demo.events(path, asked)[:-1]} == {"None"}
+
+
 def test_embeddings_are_refused_by_name(demo: Running) -> None:
     error = demo.answer("/v1/embeddings", {"input": "x", "model": "demo"}, 400)["error"]
     assert (error["param"], error["code"]) == ("model", "unsupported_model")

@@ -122,7 +122,10 @@ def run(
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
                 return SingleModel(names[0], AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
-            return Pool([pooled(*each, **shared) for each in zip(names, given, strict=True)], memory=model_memory)
+            first = pooled(names[0], given[0], **shared)
+            shared.pop("chat_template", None)
+            rest = [pooled(*each, **shared) for each in zip(names[1:], given[1:], strict=True)]
+            return Pool([first, *rest], memory=model_memory)
 
         async def serve() -> None:
             service = Service(

@@ -122,7 +122,7 @@ FIELDS: Mapping[str, Other] = {
     "stop_sequences": Other(None, "use stop"),
     "store": Other(bool, _NO_STORE),
     "structural_tag": Other(None, "use grammar"),
-    "suffix": Other(Annotated[str, Field(max_length=0)], "these models do not fill in the middle"),
+    "suffix": Other(Annotated[str, Field(max_length=0)], "use /v1/completions, or /infill"),
     "system": Other(None, "write it as a message of the system"),
     "template": Other(None, _NO_CODE),
     "text": Other(None, "use response_format"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from outpace.errors import Argument, ParameterError
@@ -82,6 +84,41 @@ class ChatTemplate:
                 Argument("raw", True),
             ) from error
         return text
+
+
+def given(template: str) -> str:
+    """The source of the template of chats that a user gives: its text, or a file with it. Raises ParameterError for
+    one that cannot write a user's message, with the line."""
+    import jinja2
+
+    is_text = any(mark in template for mark in ("{{", "{%", "{#"))
+    where = Argument("chat_template", template if len(template) <= _SHOWN else f"{template[:_SHOWN]}...")
+    try:
+        source = template if is_text else Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError(
+            where, f" cannot be read ({reason}): give a file with a Jinja template, or the template's text"
+        ) from None
+    message = "A first question."
+    asked = {"messages": _Given([{"role": "user", "content": message}]), "tools": None, "documents": None}
+    try:
+        written = _environment().from_string(source).render(asked, add_generation_prompt=True)
+    except jinja2.TemplateSyntaxError as error:
+        raise ParameterError(where, f" is broken in line {error.lineno}: {error.message}; correct it there") from None
+    except Exception as error:  # a template is foreign code: it can raise anything
+        lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"]
+        line = f" in line {lines[-1]}" if lines else ""
+        raise ParameterError(where, f" fails at a user's message{line}: {error}; correct it there") from None
+    if message not in written:
+        raise ParameterError(
+            where, " does not write what messages say: give a Jinja template with {{ message.content }} for each of "
+            "messages",
+        )  # fmt: skip
+    return source
+
+
+_SHOWN = 80  # characters of a template in an error
 
 
 def variables_of(source: str) -> frozenset[str]:

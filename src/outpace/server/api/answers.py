@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api.route import DONE, Encoder, event
 from outpace.server.api.sampling import Sampling
+from outpace.server.conversation.pieces import Begin, More
 from outpace.server.engines.generation import (
     Generation,
     Part,
@@ -78,12 +80,20 @@ class Completed(Answer):
     timings: Timings | None = None
 
 
+class UsageSoFar(Answer):
+    """Of a chunk, where `continuous_usage_stats` asks for it; the last one has all of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class Chunk(Answer):
     id: str
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage | None = None
+    usage: Usage | UsageSoFar | None = None
     metrics: Metrics | None = None
     speculation: WrittenAtLast | Written | Speculation | None = None
     seed: int | None = None
@@ -111,6 +121,7 @@ class Choices(Encoder):
 
     def __init__(self, generation: Generation, body: Sampling) -> None:
         super().__init__(generation, body)
+        self._tokens = sum(len(part.token_ids) for part in generation.resumed.values())  # that chunks had
         self._first: dict[str, Any] = {
             "id": generation.id,
             "created": generation.created,
@@ -135,6 +146,18 @@ class Choices(Encoder):
         return kind(**{**self._first, "object": name, "choices": self.choices(), **fields})
 
     def part(self, part: Part) -> bytes:
+        """Why a choice ended has a chunk of its own, after the last words."""
+        if part.finish is None or not self.says(part):
+            return self._chunk(part)
+        end = Part(part.index, [], finish=part.finish, stop_reason=part.stop_reason, result=part.result)
+        return self._chunk(replace(part, finish=None, stop_reason=None, result=None)) + self._chunk(end)
+
+    def says(self, part: Part) -> bool:
+        """Whether a part has words."""
+        return any(isinstance(each, Begin | More) for each in part.events)
+
+    def _chunk(self, part: Part) -> bytes:
+        self._tokens += len(part.token_ids)
         return self.event([self.choice(part)], **self._chunk_fields(part), **self._timings())
 
     @property
@@ -150,8 +173,15 @@ class Choices(Encoder):
     def event(self, choices: list[Choice], **fields: Any) -> bytes:
         """A chunk."""
         kind, name = self.chunk
-        usage_ = {"usage": None} if self.body.wants_usage else {}
+        usage_ = {"usage": self._so_far()} if self.body.wants_usage else {}
         return event(kind(**{**self._first, **usage_, "object": name, "choices": choices, **fields}).to_json())
+
+    def _so_far(self) -> UsageSoFar | None:
+        options = self.body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return None
+        prompt, written = sum(map(len, self.generation.work.prompts)), self._tokens
+        return UsageSoFar(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
 
     def end(self) -> bytes:
         cost = _cost(self.generation) if self.body.wants_usage else {}

@@ -248,7 +248,7 @@ class ChatEncoder(Choices):
         return self.event([first], **ids) + super().part(part)
 
     def _logprobs(self, made: Whole | Part) -> ChatLogprobs | None:
-        if not self.body.logprobs:
+        if not self.body.logprobs or (isinstance(made, Part) and not made.logprobs):
             return None
         top = self.body.top_logprobs or 0
         return ChatLogprobs(content=chosen_tokens(made.logprobs, top, self.generation.model), refusal=None)

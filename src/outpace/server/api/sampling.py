@@ -53,6 +53,7 @@ class StreamOptions(Body):
     """They change nothing of an answer that is not streamed."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(default=None, description="Each chunk has the usage so far.")
     include_obfuscation: Literal[False] | None = None
 
 
