@@ -99,6 +99,7 @@ def run(
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.kv_files import checked_limit
     from outpace.models.load import published_name
+    from outpace.server.api.completions import check_defaults
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
     from outpace.server.engines.runner import Server, bound
@@ -120,6 +121,7 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
+                check_defaults(engine, settings)
                 return SingleModel(names[0], AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             first = pooled(names[0], given[0], **shared)

@@ -102,7 +102,7 @@ FIELDS: Mapping[str, Other] = {
     "prompt_cache_key": Other(str, "give a string"),
     "prompt_cache_options": Other(dict[str, Any], "give an object"),
     "prompt_cache_retention": Other(str, "give a string"),
-    "prompt_logprobs": Other(None, "use /v1/completions with echo"),
+    "prompt_logprobs": Other(None, "use /v1/chat/completions or /v1/completions"),
     "raw": Other(None, "use /v1/completions"),
     "reasoning": Other(None, "use reasoning_effort"),
     "reasoning_effort": Other(None, "use reasoning.effort, or /v1/chat/completions"),

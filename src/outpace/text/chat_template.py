@@ -101,15 +101,21 @@ def given(template: str) -> str:
             where, f" cannot be read ({reason}): give a file with a Jinja template, or the template's text"
         ) from None
     message = "A first question."
-    asked = {"messages": _Given([{"role": "user", "content": message}]), "tools": None, "documents": None}
+    trial = ChatTemplate(source, _UNKNOWN)
     try:
-        written = _environment().from_string(source).render(asked, add_generation_prompt=True)
-    except jinja2.TemplateSyntaxError as error:
-        raise ParameterError(where, f" is broken in line {error.lineno}: {error.message}; correct it there") from None
-    except Exception as error:  # a template is foreign code: it can raise anything
-        lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"]
-        line = f" in line {lines[-1]}" if lines else ""
-        raise ParameterError(where, f" fails at a user's message{line}: {error}; correct it there") from None
+        written = trial.render([{"role": "user", "content": message}])
+    except ParameterError as refused:
+        error = refused.__cause__
+        try:
+            written = trial.render([{"role": "user", "content": message}], tools=[_TOOL])  # some are for tools alone
+        except ParameterError:
+            frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            what, line = "fails at a user's message", lines[-1] if lines else None
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                what, line = "is broken", error.lineno
+            place = "" if line is None else f" in line {line}"
+            raise ParameterError(where, f" {what}{place}: {error}; correct it there") from None
     if message not in written:
         raise ParameterError(
             where, " does not write what messages say: give a Jinja template with {{ message.content }} for each of "
@@ -119,6 +125,9 @@ def given(template: str) -> str:
 
 
 _SHOWN = 80  # characters of a template in an error
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}
+_UNKNOWN = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")  # before the model is loaded
 
 
 def variables_of(source: str) -> frozenset[str]:

@@ -68,6 +68,32 @@ class Metrics(Answer):
     speculative_decoding: AcceptedDrafts
 
 
+class PromptLogprob(Answer):
+    """As vLLM names it. ``rank``: among all tokens, of those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; None stands for the first, which follows nothing
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:
+    """Of each token of a prompt, with the ``top`` likeliest in its place."""
+
+    def of(entry: TokenLogprob) -> dict[int, PromptLogprob]:
+        ranks = {other.token: i + 1 for i, other in enumerate(entry.top)}
+        found = PromptLogprob(logprob=entry.logprob, rank=ranks.get(entry.token), decoded_token=entry.text)
+        others = {
+            other.token: PromptLogprob(logprob=other.logprob, rank=i + 1, decoded_token=other.text)
+            for i, other in enumerate(entry.top[:top])
+        }
+        return {entry.token: found, **others}
+
+    return [None if entry is None else of(entry) for entry in entries]
+
+
 class Completed(Answer):
     id: str
     created: int
@@ -137,12 +163,16 @@ class Choices(Encoder):
         """What was folded."""
         return [self.choice(whole) for whole in self.folded]
 
+    def of_prompt(self) -> dict[str, Any]:
+        """Fields of the whole answer about its prompt."""
+        return {}
+
     def whole(self) -> Completed:
         generation, (kind, name) = self.generation, self.answer
         fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
         if self.body.return_token_ids and len(generation.work.prompts) == 1:
             fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
-        fields |= self._timings()
+        fields |= self._timings() | self.of_prompt()
         return kind(**{**self._first, "object": name, "choices": self.choices(), **fields})
 
     def part(self, part: Part) -> bytes:

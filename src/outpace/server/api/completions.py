@@ -12,12 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outpace.common.arrays import I32
+from outpace.engine.engine import Engine
 from outpace.engine.intake import encode_raw
+from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.sampling import TokenLogprob
 from outpace.params import SamplingParams
-from outpace.server import schema
+from outpace.server import errors, schema
 from outpace.server.api import formats, sampling
-from outpace.server.api.answers import Choice, Choices, Chunk, Completed
+from outpace.server.api.answers import Choice, Choices, Chunk, Completed, PromptLogprobs, prompt_logprobs
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.engines.generation import Generation, Part, Whole, Work
@@ -58,6 +60,7 @@ class ListedLogprobs(Answer):
 class TextChoice(Choice):
     text: str
     logprobs: ListedLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(Completed):
@@ -81,6 +84,7 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     """What an engine is asked. Raises ParameterError, RuleError or APIError."""
     if body.logprobs is not None:
         sampling.check_logprobs("logprobs", body.logprobs, settings)
+    sampling.check_prompt_logprobs(body, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
     both = {limit for limit in (body.max_tokens, body.n_predict) if limit is not None}
@@ -92,12 +96,13 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
             raise APIError(400, "echo repeats a text that goes on, and suffix ends one: give one of them", param="echo")
         prompts = [between(model, ids, body.suffix, sampling.bounded(most), settings) for ids in prompts]
     nothing = most == 0 and echo
+    of_prompt = (body.prompt_logprobs, body.logprobs if echo else None)
     params = sampling.parameters(
         body, settings,
         max_tokens=1 if nothing else sampling.bounded(most),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
-        prompt_logprobs=body.logprobs if echo else None,
+        prompt_logprobs=max((each for each in of_prompt if each is not None), default=None),
         rules=formats.rules(formats.wanted(body, body.response_format), model, None),
     )  # fmt: skip
     if body.suffix:
@@ -107,6 +112,21 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
         nothing=nothing, texts=texts if echo else [], user=body.user,
         notes=formats.left_out(params.rules), **sampling.resumed(body, len(prompts) * params.n),
     )  # fmt: skip
+
+
+def check_defaults(engine: Engine, settings: ServerSettings) -> None:
+    """Raise ParameterError, and close ``engine``, where no request could have the settings' defaults."""
+    if not settings.sampling:
+        return
+    most = settings.sampling.get("max_tokens", 16)
+    try:
+        engine.prepare([0], sampling.parameters(asked(prompt=[0]), settings, max_tokens=most))
+    except OutpaceError as error:
+        engine.close()
+        given = ", ".join(settings.defaults)
+        raise ParameterError(
+            Argument("defaults", given), f" cannot be of this model's requests: {errors.of(error).message}"
+        ) from None
 
 
 def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -> tuple[list[I32], list[str]]:
@@ -182,6 +202,7 @@ class _Text:
     def __init__(self, generation: Generation, index: int, body: CompletionRequest) -> None:
         work, prompt = generation.work, index // generation.work.params.n
         self._model, self._top = generation.model, body.logprobs
+        self._echoes = bool(work.texts)
         self._echo = work.texts[prompt] if work.texts else ""
         self._prompt = work.prompts[prompt]
         self._begun = index in generation.resumed
@@ -195,7 +216,7 @@ class _Text:
         """The text and log-probabilities that ``made`` adds."""
         text, before = made.joined.text, list[TokenLogprob | None]()
         if not self._begun:
-            text, before = self._echo + text, list(made.prompt_logprobs)
+            text, before = self._echo + text, list(made.prompt_logprobs) if self._echoes else []
         self._begun = True
         nothing = self._top is None or (isinstance(made, Part) and not (before or made.logprobs))
         return text, None if nothing else self._listed(before, made.logprobs, self._top or 0)
@@ -265,4 +286,7 @@ class TextEncoder(Choices):
         if made.index not in self._texts:
             self._texts[made.index] = _Text(self.generation, made.index, self.body)
         text, logprobs = self._texts[made.index].of(made)
-        return TextChoice(text=text, logprobs=logprobs, **self.fields(made))
+        more, most = self.fields(made), self.body.prompt_logprobs
+        if isinstance(made, Whole) and most is not None:
+            more["prompt_logprobs"] = prompt_logprobs(made.prompt_logprobs, most)
+        return TextChoice(text=text, logprobs=logprobs, **more)

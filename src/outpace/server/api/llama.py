@@ -33,7 +33,7 @@ _OFF = {  # ways of sampling that are not offered, as they are spelled there whe
     "adaptive_target": -1.0, "adaptive_decay": 0.9, "dry_multiplier": 0.0, "dynatemp_range": 0.0, "mirostat": 0,
     "typical_p": 1.0, "xtc_probability": 0.0,
 }  # fmt: skip
-_BIASED = 1024  # tokens of a text in logit_bias
+_BIASED, _TEXTS = 1024, 256  # tokens of a text in logit_bias; its texts
 _NAMES = {  # of fields of completions, as here
     "max_tokens": "n_predict", "suffix": "input_suffix", "repetition_penalty": "repeat_penalty",
     "response_format": "json_schema", "response_format.json_schema.schema": "json_schema",
@@ -223,13 +223,16 @@ def _tokens(pieces: Sequence[int | str], model: Served) -> list[int]:
 def _biases(body: LlamaFields, model: Served) -> dict[int, float]:
     """By token id. Raises APIError."""
     given = body.logit_bias or {}
-    found = dict[int, float]()
+    found, texts = dict[int, float](), 0
     for of, bias in given.items() if isinstance(given, dict) else given:
         if isinstance(of, str) and isinstance(given, dict) and of.isascii() and of.isdecimal():
             of = sampling.token_id(of)
         if isinstance(of, int):
             tokens = model.ids([of], "logit_bias").tolist()
         else:
+            texts += 1
+            if texts > _TEXTS:
+                raise APIError(400, f"logit_bias has more than {_TEXTS} texts: give token ids", param="logit_bias")
             sampling.check_size(of, model, "logit_bias", _BIASED)
             tokens = model.tokenizer.encode(of, add_special=False).tolist()
         found |= dict.fromkeys(tokens, -math.inf if bias is False else bias)
