@@ -105,17 +105,17 @@ def given(template: str) -> str:
     try:
         written = trial.render([{"role": "user", "content": message}])
     except ParameterError as refused:
-        error = refused.__cause__
+        cause = refused.__cause__
         try:
             written = trial.render([{"role": "user", "content": message}], tools=[_TOOL])  # some are for tools alone
         except ParameterError:
-            frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+            frames = traceback.extract_tb(None if cause is None else cause.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             what, line = "fails at a user's message", lines[-1] if lines else None
-            if isinstance(error, jinja2.TemplateSyntaxError):
-                what, line = "is broken", error.lineno
+            if isinstance(cause, jinja2.TemplateSyntaxError):
+                what, line = "is broken", cause.lineno
             place = "" if line is None else f" in line {line}"
-            raise ParameterError(where, f" {what}{place}: {error}; correct it there") from None
+            raise ParameterError(where, f" {what}{place}: {cause}; correct it there") from None
     if message not in written:
         raise ParameterError(
             where, " does not write what messages say: give a Jinja template with {{ message.content }} for each of "
