@@ -290,6 +290,71 @@ def test_what_llama_cpps_page_asks(demo: Running) -> None:
     assert demo.events(CHAT, {"messages": ASK, **page})[-1]["choices"][0]["finish_reason"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"messages": ASK, "logprobs": True}),
+        (CHAT, {"messages": ASK, "tools": [PAINT], "tool_choice": "required", "n": 2}),
+        ("/v1/completions", {"prompt": ["One two", "Three"], "echo": True, "logprobs": 0}),
+        ("/v1/completions", {"prompt": "One two", "echo": True, "max_tokens": 0}),
+    ],
+)
+def test_why_a_choice_ended_comes_after_its_words(demo: Running, path: str, more: dict[str, Any]) -> None:
+    """And each chunk says what was used so far, where that is asked for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"max_tokens": 12, "seed": 4, "return_token_ids": True, "stream_options": options, **more}
+    *events, last = demo.events(path, asked)
+    count, ended = 0, set()
+    for event in events:
+        (choice,) = event["choices"]
+        words = choice.get("delta", choice.get("text"))
+        assert choice["index"] not in ended
+        count += len(choice.get("token_ids", []))
+        usage = {**event["usage"]}
+        assert usage == {
+            "prompt_tokens": last["usage"]["prompt_tokens"], "completion_tokens": count,
+            "total_tokens": last["usage"]["prompt_tokens"] + count,
+        }  # fmt: skip
+        if choice["finish_reason"] is not None:
+            ended.add(choice["index"])
+            assert (words or None, choice["logprobs"]) == (None, None)
+    assert len(ended) == len(demo.answer(path, {**asked, "stream_options": None})["choices"])
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], count)
+    del options["continuous_usage_stats"]
+    assert {str(event["usage"]) for event in demo.events(path, asked)[:-1]} == {"None"}
+
+
+def test_prompts_have_log_probabilities(demo: Running) -> None:
+    """As vLLM names them, in chats and completions: those that an echoed prompt has."""
+    asked = {"max_tokens": 4, "seed": 2}
+    chat = demo.answer(CHAT, {"messages": ASK, **asked, "prompt_logprobs": 2, "return_token_ids": True})
+    ids = chat["prompt_token_ids"]
+    text = demo.answer("/v1/completions", {"prompt": ids, **asked, "echo": True, "logprobs": 2, "prompt_logprobs": 1})
+    choice = text["choices"][0]
+    assert [
+        found and found[str(token)]["logprob"] for token, found in zip(ids, chat["prompt_logprobs"], strict=True)
+    ] == (choice["logprobs"]["token_logprobs"][: len(ids)])
+    assert chat["prompt_logprobs"][0] is choice["prompt_logprobs"][0] is None
+    for token, found, one in zip(ids[1:], chat["prompt_logprobs"][1:], choice["prompt_logprobs"][1:], strict=True):
+        ranks = {each["rank"]: each["logprob"] for each in found.values() if each["rank"]}
+        assert (sorted(ranks), ranks[1] > ranks[2]) == ([1, 2], True)
+        assert len(found) == 2 + (found[str(token)]["rank"] is None)
+        assert one.items() <= {**found, str(token): {**found[str(token)], **one[str(token)]}}.items()
+        assert found[str(token)]["decoded_token"] == demo.answer("/detokenize", {"tokens": [token]})["content"]
+    assert "prompt_logprobs" not in demo.answer(CHAT, {"messages": ASK, **asked})
+    for path, prompt in ((CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "a"})):
+        for more in ({"prompt_logprobs": 0, "stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}):
+            assert demo.answer(path, {**prompt, **more}, 400)["error"]["param"] == "prompt_logprobs"
+
+
+def test_what_vllms_clients_ask_of_a_tokenizer(demo: Running) -> None:
+    info = demo.http.get("/tokenizer_info").json()
+    assert info["model_max_length"] == 2048
+    assert info["chat_template"] == demo.http.get("/props").json()["chat_template"]
+    (end,) = demo.answer("/tokenize", {"content": info["eos_token"]})["tokens"]
+    assert info["added_tokens_decoder"][str(end)] == {"content": "<|im_end|>", "special": True}
+
+
 def test_embeddings_are_refused_by_name(demo: Running) -> None:
     error = demo.answer("/v1/embeddings", {"input": "x", "model": "demo"}, 400)["error"]
     assert (error["param"], error["code"]) == ("model", "unsupported_model")

@@ -229,8 +229,7 @@ PART, MORE = {"type": "text", "text": "Hi"}, {"colour": {"a": [1]}}
 TOOL = {"type": "function", "function": {"name": "f", **MORE}, **MORE}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "Hi", **MORE}, "colour"),
-    ("/v1/completions", {"prompt": "Hi", "stream_options": {"continuous_usage_stats": True}},
-     "stream_options.continuous_usage_stats"),
+    ("/v1/completions", {"prompt": "Hi", "stream_options": {"include_usage": True, **MORE}}, "stream_options.colour"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{**PART, **MORE}], **MORE}], "tools": [TOOL]},
      "messages.0.content.0.colour"),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{**PART, "citations": [], **MORE}]}]},
@@ -247,7 +246,7 @@ def test_unknown_fields_are_ignored_and_logged_once_or_refused(
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
-            more = {*MORE, "continuous_usage_stats", "citations"}
+            more = {*MORE, "citations"}
             return {name: without(inner) for name, inner in value.items() if name not in more}
         return [without(inner) for inner in value] if isinstance(value, list) else value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -259,3 +260,19 @@ def test_what_a_killed_server_has_kept_is_read_by_the_next(tmp_path: Path) -> No
     assert [(each["model"], each["files"]) for each in told["models"]] == [("demo", 0)]
     listed = [each for each in listed if each not in ("--clear", "--json")]
     assert "0 files  demo" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("stop_token_ids=[999999]", "stop_token_ids has token id 999999, but this model's ids go from 0 to 49151"),
+        ("max_tokens=4000", "do not fit"),
+    ],
+)
+def test_defaults_that_the_model_cannot_have_are_errors_at_start(given: str, says: str) -> None:
+    memory = "--kv-memory 2MiB" if "max" in given else ""
+    command = [*f"{sys.executable} -m outpace serve --port 0 -d none {memory} --default".split(), given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert f"--default {shlex.quote(given)} cannot be of this model's requests: " in done.stderr
+    assert says in done.stderr

@@ -98,6 +98,7 @@ def run(
     from outpace.engine.aio import AsyncEngine
     from outpace.engine.kv_files import checked_limit
     from outpace.models.load import published_name
+    from outpace.server.api.completions import check_defaults
     from outpace.server.engines.models import Models, SingleModel, system_fingerprint
     from outpace.server.engines.pool import Pool, pooled
     from outpace.server.engines.runner import Server, bound, steady
@@ -119,9 +120,13 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
+                check_defaults(engine, settings)
                 return SingleModel(names[0], AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
-            return Pool([pooled(*each, **shared) for each in zip(names, given, strict=True)], memory=model_memory)
+            first = pooled(names[0], given[0], **shared)
+            shared.pop("chat_template", None)
+            rest = [pooled(*each, **shared) for each in zip(names[1:], given[1:], strict=True)]
+            return Pool([first, *rest], memory=model_memory)
 
         async def serve() -> None:
             service = Service(

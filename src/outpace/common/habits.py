@@ -28,9 +28,9 @@ HOMES: Mapping[str, tuple[str, ...]] = {  # who takes which keywords; written by
     ),
     "Engine.load": (
         "model", "drafter", "drafters", "tokenizer", "backend", "dtype", "device", "threads", "kv_memory", "kv_dtype",
-        "quantize", "strict", "max_length", "revision", "offline", "trust_remote_code", "allow_pickle", "size",
-        "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch", "prefix_rows", "on_step", "cost",
-        "cache_dir", "cache_size",
+        "quantize", "strict", "max_length", "chat_template", "revision", "offline", "trust_remote_code",
+        "allow_pickle", "size", "acceptance", "max_rows", "prefill_chunk", "prefill_delay", "step_stretch",
+        "prefix_rows", "on_step", "cost", "cache_dir", "cache_size",
     ),
     "a request (Engine.generate, stream or add)": (
         "raw", "add_special_tokens", "drafter", "size", "acceptance", "reuse_prefix", "cache_scope", "deadline",
@@ -105,6 +105,7 @@ SAME_OPTIONS: Mapping[str, str] = {  # theirs, which are taken: ours with the sa
     **dict.fromkeys(("--ctx-size", "-c", "--max-model-len"), "--max-length"),
     **dict.fromkeys(("--parallel", "-np", "--max-num-seqs"), "--max-rows"),
     "--served-model-name": "--served-name",
+    "--chat-template-file": "--chat-template",
     "--num-draft-tokens": "--size",
 }
 
@@ -116,7 +117,7 @@ _KV_DTYPE = "use --kv-dtype float32, bfloat16 or int8, which is of keys and valu
 _ONE_THREADS = "use --threads N, which is of everything"
 _ONE_FORM = "leave it out: there is one way to do it here, the fastest that gives the same bits"
 _NO_SUCH_FILTER = "use --top-k, --top-p, --min-p or --top-n-sigma: this one is not offered"
-_OWN_TEMPLATE = "leave it out: the model's own template and tokenizer are used (--raw: no template)"
+_OWN_TEMPLATE = "leave it out: the model's own are used (--chat-template FILE: another template; --raw: none)"
 _WHOLE_MODEL = "use --device cuda, which takes the whole model"
 OTHER_OPTIONS: Mapping[str, str] = {  # theirs, of another meaning: what to do instead
     **dict.fromkeys(
@@ -136,7 +137,7 @@ OTHER_OPTIONS: Mapping[str, str] = {  # theirs, of another meaning: what to do i
         ("--samplers", "--mirostat", "--typical", "--typical-p", "--xtc-probability", "--xtc-threshold",
          "--dry-multiplier", "--dynatemp-range"), _NO_SUCH_FILTER),
     **dict.fromkeys(
-        ("--chat-template", "--chat-template-file", "--jinja", "--use-default-chat-template", "--tokenizer"),
+        ("--jinja", "--use-default-chat-template", "--tokenizer"),
         _OWN_TEMPLATE),
     **dict.fromkeys(("--gpu-layers", "--n-gpu-layers", "-ngl"), _WHOLE_MODEL),
     **dict.fromkeys(("--file", "-f"), "use standard input: outpace generate < FILE"),

@@ -33,6 +33,7 @@ from outpace.models.host import spare_memory
 from outpace.models.load import MemoryEstimate, Source, estimate, live, load, resolve, unwrapped
 from outpace.models.options import LoadKeywords, LoadOptions
 from outpace.params import ACCEPTANCES, Acceptance, Prompt, SamplingParams, check_keywords
+from outpace.text import chat_template
 
 if TYPE_CHECKING:
     from outpace.text.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ def load_engines(
     checked = [EngineOptions(**own) for own in sized]
     if options.get("cache_dir") is not None:
         checked_limit(options["cache_dir"], options.get("cache_size"))  # before a model is loaded for nothing
+    template = None if load_options.chat_template is None else chat_template.given(load_options.chat_template)
     beside = [draft_model for s in (*specs, *others) for draft_model in draft_models(s, load_options)]
     if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
@@ -88,6 +90,8 @@ def load_engines(
     target, tokenizer = live(model, tokenizer, load_options) if source is None else load(source, load_options)
     with ExitStack() as undo:
         undo.callback(target.close)
+        if template is not None and tokenizer is not None:
+            tokenizer.use_chat_template(template)
         engines: list[E] = []
         for given, spec, own, one in zip(drafters, specs, sized, checked, strict=True):
             context = DraftContext(target, tokenizer, load_options, one.nodes, one.acceptance)

@@ -55,6 +55,9 @@ class LoadOptions:
     max_length: int | None = defined(
         None, "Most positions of a row. Default: the model's.", _at_least(2)  # a prompt's token and an answer's
     )  # fmt: skip
+    chat_template: str | None = defined(
+        None, "Of chats, in place of the model's: a file with a Jinja template, or its text.", Text(), metavar="FILE"
+    )  # fmt: skip
     revision: str | None = defined(None, "Branch, tag or commit on Hugging Face.", Text())
     offline: bool = defined(_offline, "Download nothing: what is in the cache must do.")
     trust_remote_code: bool = defined(False, "Run code that comes with the model.")
@@ -76,6 +79,7 @@ class LoadKeywords(TypedDict, total=False):
     quantize: Quantize | None
     strict: bool
     max_length: int | None
+    chat_template: str | None
     revision: str | None
     offline: bool
     trust_remote_code: bool

@@ -140,7 +140,7 @@ def written(error: APIError, path: str) -> bytes:
         return as_anthropic(error)
     if path.startswith("/api/"):
         return as_ollama(error)
-    if path in ("/completion", "/completions"):
+    if path in ("/completion", "/completions", "/infill"):
         return as_llama(error)
     return error.body.model_dump_json().encode()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from outpace.errors import Argument, ParameterError
@@ -82,6 +84,50 @@ class ChatTemplate:
                 Argument("raw", True),
             ) from error
         return text
+
+
+def given(template: str) -> str:
+    """The source of the template of chats that a user gives: its text, or a file with it. Raises ParameterError for
+    one that cannot write a user's message, with the line."""
+    import jinja2
+
+    is_text = any(mark in template for mark in ("{{", "{%", "{#"))
+    where = Argument("chat_template", template if len(template) <= _SHOWN else f"{template[:_SHOWN]}...")
+    try:
+        source = template if is_text else Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError(
+            where, f" cannot be read ({reason}): give a file with a Jinja template, or the template's text"
+        ) from None
+    message = "A first question."
+    trial = ChatTemplate(source, _UNKNOWN)
+    try:
+        written = trial.render([{"role": "user", "content": message}])
+    except ParameterError as refused:
+        cause = refused.__cause__
+        try:
+            written = trial.render([{"role": "user", "content": message}], tools=[_TOOL])  # some are for tools alone
+        except ParameterError:
+            frames = traceback.extract_tb(None if cause is None else cause.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            what, line = "fails at a user's message", lines[-1] if lines else None
+            if isinstance(cause, jinja2.TemplateSyntaxError):
+                what, line = "is broken", cause.lineno
+            place = "" if line is None else f" in line {line}"
+            raise ParameterError(where, f" {what}{place}: {cause}; correct it there") from None
+    if message not in written:
+        raise ParameterError(
+            where, " does not write what messages say: give a Jinja template with {{ message.content }} for each of "
+            "messages",
+        )  # fmt: skip
+    return source
+
+
+_SHOWN = 80  # characters of a template in an error
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}
+_UNKNOWN = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")  # before the model is loaded
 
 
 def variables_of(source: str) -> frozenset[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DEFAULT_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where a SentencePiece vocabulary names none
 _CONTROL_NAMES = re.compile(
     r"<\|(eo[tm]_id|im_end|end|endoftext|end_of_text|return|calls?|flush|fim_(prefix|suffix|middle|pad|repo)|"
-    r"code_(prefix|suffix|middle)|repo_name|file_sep)\|>|<(end_of_turn|end_of_utterance|fim[-_](prefix|suffix|middle|"
+    r"(code_)?(prefix|suffix|middle)|repo_name|file_sep)\|>|<(end_of_turn|end_of_utterance|fim[-_](prefix|suffix|middle|"
     r"pad)|fim-repo|reponame|PAD|REPO)>|_?<EOT>|\u2581?<(PRE|SUF|MID)>|"
     "<\uff5c(end\u2581of\u2581sentence|fim\u2581(begin|hole|end))\uff5c>"
 )
@@ -41,6 +41,10 @@ _MIDDLE_END_NAMES = frozenset((
     "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_MIDDLE_KEYS = {  # of tokens for filling in the middle, the second as files had it before
+    "prefix": ("fim_pre", "prefix"), "suffix": ("fim_suf", "suffix"), "middle": ("fim_mid", "middle"),
+    "repository": ("fim_rep",), "file": ("fim_sep",), "pad": ("fim_pad",),
+}  # fmt: skip
 
 
 def build(gguf: GGUFFile, cache: Path | None) -> Any:
@@ -129,6 +133,12 @@ def eos_ids(gguf: GGUFFile) -> tuple[int, ...]:
     if names & {"<|return|>", "<|flush|>"} and names & {"<|call|>", "<|calls|>"}:
         return tuple(i for i in found if tokens[i] != "<|end|>")  # gpt-oss and Solar end a message with it, no answer
     return tuple(found)
+
+
+def middle_ids(gguf: GGUFFile) -> dict[str, int]:
+    """The tokens for filling in the middle that the file has keys for, by fields of ``middle.Middle``."""
+    keyed = ((field, token_id(gguf, name)) for field, names in _MIDDLE_KEYS.items() for name in reversed(names))
+    return {field: token for field, token in keyed if token is not None}
 
 
 def _ends_by_name(gguf: GGUFFile) -> list[int]:

@@ -16,7 +16,7 @@ from outpace.common.arrays import I32
 from outpace.common.files import StrPath, cache_dir, write_bytes, write_json
 from outpace.errors import Argument, ParameterError
 from outpace.models.weights.gguf import GGUFFile
-from outpace.text import byte_level
+from outpace.text import byte_level, middle
 from outpace.text import folder as folders
 from outpace.text import gguf as gguf_tokenizer
 from outpace.text.chat_template import DEFAULT, ChatTemplates
@@ -31,6 +31,7 @@ class Tokenizer:
     ``eos_ids``: every id that ends a turn, the main one first. ``bos_id``: what a text starts with, if anything.
     ``special_ids``: ids that stand for no text; ``added_ids``: those, and others that stand for their own spelling.
     ``spelling``: how the rest is spelled: "bytes" (GPT-2's alphabet), "pieces" (SentencePiece's) or None (otherwise).
+    ``middle``: tokens for filling in the middle, if it has them. ``other_template``: what was put in place of its own.
     ``texts``: what single tokens decode to, by whether special ones are skipped, kept for whoever decodes; None where a
     token's bytes depend on its neighbours. ``normalizes``: texts may become others before they become tokens.
     Methods may be called from several threads.
@@ -47,6 +48,7 @@ class Tokenizer:
         add_eos: bool = False,
         chat_templates: Mapping[str, str] | None = None,
         template_tokens: dict[str, str] | None = None,
+        middle_ids: Mapping[str, int] | None = None,
     ) -> None:
         fast.no_padding()
         fast.no_truncation()
@@ -65,6 +67,7 @@ class Tokenizer:
         self.spelling, independent = _spelling(fast)
         self.texts: dict[bool, dict[int, str]] | None = {False: {}, True: {}} if independent else None
         self.normalizes = fast.normalizer is not None
+        self.middle = middle.found(fast.token_to_id, middle_ids or {})
         size = fast.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, max(added, default=-1) + 1)
         tokens = dict(template_tokens or {})
@@ -73,6 +76,7 @@ class Tokenizer:
         if self.eos_ids:
             tokens.setdefault("eos_token", fast.id_to_token(self.eos_ids[0]) or "")
         self._template_tokens = tokens
+        self.other_template: str | None = None
         self._templates = ChatTemplates(chat_templates, tokens) if chat_templates else None
 
     @classmethod
@@ -93,6 +97,7 @@ class Tokenizer:
             add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
             chat_templates=gguf_tokenizer.chat_templates(gguf),
             template_tokens=tokens,
+            middle_ids=gguf_tokenizer.middle_ids(gguf),
         )
 
     @classmethod
@@ -194,6 +199,10 @@ class Tokenizer:
         """The source of the chat template that writes a conversation with or without tools, if there is one."""
         template = None if self._templates is None else self._templates.get(tools=tools)
         return None if template is None else template.source
+
+    def use_chat_template(self, source: str) -> None:
+        """Have all conversations written by this template, in place of the model's own."""
+        self._templates, self.other_template = ChatTemplates({DEFAULT: source}, self._template_tokens), source
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kw: Any

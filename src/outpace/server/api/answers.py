@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from outpace.exact.sampling import TokenLogprob
 from outpace.server.api.route import DONE, Encoder, event
 from outpace.server.api.sampling import Sampling
+from outpace.server.conversation.pieces import Begin, More
 from outpace.server.engines.generation import (
     Generation,
     Part,
@@ -66,6 +68,32 @@ class Metrics(Answer):
     speculative_decoding: AcceptedDrafts
 
 
+class PromptLogprob(Answer):
+    """As vLLM names it. ``rank``: among all tokens, of those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; None stands for the first, which follows nothing
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:
+    """Of each token of a prompt, with the ``top`` likeliest in its place."""
+
+    def of(entry: TokenLogprob) -> dict[int, PromptLogprob]:
+        ranks = {other.token: i + 1 for i, other in enumerate(entry.top)}
+        found = PromptLogprob(logprob=entry.logprob, rank=ranks.get(entry.token), decoded_token=entry.text)
+        others = {
+            other.token: PromptLogprob(logprob=other.logprob, rank=i + 1, decoded_token=other.text)
+            for i, other in enumerate(entry.top[:top])
+        }
+        return {entry.token: found, **others}
+
+    return [None if entry is None else of(entry) for entry in entries]
+
+
 class Completed(Answer):
     id: str
     created: int
@@ -78,12 +106,20 @@ class Completed(Answer):
     timings: Timings | None = None
 
 
+class UsageSoFar(Answer):
+    """Of a chunk, where `continuous_usage_stats` asks for it; the last one has all of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class Chunk(Answer):
     id: str
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage | None = None
+    usage: Usage | UsageSoFar | None = None
     metrics: Metrics | None = None
     speculation: WrittenAtLast | Written | Speculation | None = None
     seed: int | None = None
@@ -111,6 +147,7 @@ class Choices(Encoder):
 
     def __init__(self, generation: Generation, body: Sampling) -> None:
         super().__init__(generation, body)
+        self._tokens = sum(len(part.token_ids) for part in generation.resumed.values())  # that chunks had
         self._first: dict[str, Any] = {
             "id": generation.id,
             "created": generation.created,
@@ -126,15 +163,31 @@ class Choices(Encoder):
         """What was folded."""
         return [self.choice(whole) for whole in self.folded]
 
+    def of_prompt(self) -> dict[str, Any]:
+        """Fields of the whole answer about its prompt."""
+        return {}
+
     def whole(self) -> Completed:
         generation, (kind, name) = self.generation, self.answer
         fields: dict[str, Any] = {**_cost(generation), "seed": generation.work.params.seed}
         if self.body.return_token_ids and len(generation.work.prompts) == 1:
             fields["prompt_token_ids"] = generation.work.prompts[0].tolist()
-        fields |= self._timings()
+        fields |= self._timings() | self.of_prompt()
         return kind(**{**self._first, "object": name, "choices": self.choices(), **fields})
 
     def part(self, part: Part) -> bytes:
+        """Why a choice ended has a chunk of its own, after the last words."""
+        if part.finish is None or not self.says(part):
+            return self._chunk(part)
+        end = Part(part.index, [], finish=part.finish, stop_reason=part.stop_reason, result=part.result)
+        return self._chunk(replace(part, finish=None, stop_reason=None, result=None)) + self._chunk(end)
+
+    def says(self, part: Part) -> bool:
+        """Whether a part has words."""
+        return any(isinstance(each, Begin | More) for each in part.events)
+
+    def _chunk(self, part: Part) -> bytes:
+        self._tokens += len(part.token_ids)
         return self.event([self.choice(part)], **self._chunk_fields(part), **self._timings())
 
     @property
@@ -150,8 +203,15 @@ class Choices(Encoder):
     def event(self, choices: list[Choice], **fields: Any) -> bytes:
         """A chunk."""
         kind, name = self.chunk
-        usage_ = {"usage": None} if self.body.wants_usage else {}
+        usage_ = {"usage": self._so_far()} if self.body.wants_usage else {}
         return event(kind(**{**self._first, **usage_, "object": name, "choices": choices, **fields}).to_json())
+
+    def _so_far(self) -> UsageSoFar | None:
+        options = self.body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return None
+        prompt, written = sum(map(len, self.generation.work.prompts)), self._tokens
+        return UsageSoFar(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
 
     def end(self) -> bytes:
         cost = _cost(self.generation) if self.body.wants_usage else {}

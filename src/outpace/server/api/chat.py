@@ -14,7 +14,16 @@ from starlette.responses import Response
 
 from outpace.server import schema
 from outpace.server.api import formats, sampling
-from outpace.server.api.answers import Choice, Choices, ChosenToken, Chunk, Completed, chosen_tokens
+from outpace.server.api.answers import (
+    Choice,
+    Choices,
+    ChosenToken,
+    Chunk,
+    Completed,
+    PromptLogprobs,
+    chosen_tokens,
+    prompt_logprobs,
+)
 from outpace.server.api.models import leased
 from outpace.server.api.prompt import Prompt, dropped, rendered
 from outpace.server.api.route import STREAMED, Route, answered, service_of
@@ -98,6 +107,7 @@ class ChunkChoice(Choice):
 class ChatCompletion(Completed):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunk(Chunk):
@@ -143,6 +153,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     if top and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
     sampling.check_logprobs("top_logprobs", top, settings)
+    sampling.check_prompt_logprobs(body, settings)
     tools = checked(body.tools)
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice == "auto":
@@ -175,6 +186,7 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
             max_tokens=_most_tokens(body, settings),
             logprobs=bool(body.logprobs),
             top_logprobs=top,
+            prompt_logprobs=body.prompt_logprobs,
             rules=rules,
         )
     )
@@ -221,6 +233,10 @@ class ChatEncoder(Choices):
         super().__init__(generation, body)
         self._begun = set(generation.resumed)
 
+    def of_prompt(self) -> dict[str, Any]:
+        most = self.body.prompt_logprobs
+        return {} if most is None else {"prompt_logprobs": prompt_logprobs(self.folded[0].prompt_logprobs, most)}
+
     def choice(self, made: Whole | Part) -> ChatChoice | ChunkChoice:
         fields = {"logprobs": self._logprobs(made), **self.fields(made)}
         if isinstance(made, Part):
@@ -248,7 +264,7 @@ class ChatEncoder(Choices):
         return self.event([first], **ids) + super().part(part)
 
     def _logprobs(self, made: Whole | Part) -> ChatLogprobs | None:
-        if not self.body.logprobs:
+        if not self.body.logprobs or (isinstance(made, Part) and not made.logprobs):
             return None
         top = self.body.top_logprobs or 0
         return ChatLogprobs(content=chosen_tokens(made.logprobs, top, self.generation.model), refusal=None)

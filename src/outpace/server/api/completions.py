@@ -12,11 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outpace.common.arrays import I32
+from outpace.engine.engine import Engine
 from outpace.engine.intake import encode_raw
+from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.sampling import TokenLogprob
-from outpace.server import schema
+from outpace.params import SamplingParams
+from outpace.server import errors, schema
 from outpace.server.api import formats, sampling
-from outpace.server.api.answers import Choice, Choices, Chunk, Completed
+from outpace.server.api.answers import Choice, Choices, Chunk, Completed, PromptLogprobs, prompt_logprobs
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.engines.generation import Generation, Part, Whole, Work
@@ -32,6 +35,7 @@ router = APIRouter(route_class=Route)
 
 class CompletionRequest(Sampling):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    suffix: str | None = Field(default=None, description="What follows the answer: it is written between them.")
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = Field(
@@ -56,6 +60,7 @@ class ListedLogprobs(Answer):
 class TextChoice(Choice):
     text: str
     logprobs: ListedLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(Completed):
@@ -79,26 +84,49 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     """What an engine is asked. Raises ParameterError, RuleError or APIError."""
     if body.logprobs is not None:
         sampling.check_logprobs("logprobs", body.logprobs, settings)
+    sampling.check_prompt_logprobs(body, settings)
     prompts, texts = _prompts(body, model, settings)
     echo = bool(body.echo)
     both = {limit for limit in (body.max_tokens, body.n_predict) if limit is not None}
     if len(both) > 1:
         raise APIError(400, "max_tokens and n_predict differ: give one of them", param="max_tokens")
     most = both.pop() if both else settings.sampling.get("max_tokens", 16)
+    if body.suffix:
+        if echo:
+            raise APIError(400, "echo repeats a text that goes on, and suffix ends one: give one of them", param="echo")
+        prompts = [between(model, ids, body.suffix, sampling.bounded(most), settings) for ids in prompts]
     nothing = most == 0 and echo
+    of_prompt = (body.prompt_logprobs, body.logprobs if echo else None)
     params = sampling.parameters(
         body, settings,
         max_tokens=1 if nothing else sampling.bounded(most),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
-        prompt_logprobs=body.logprobs if echo else None,
+        prompt_logprobs=max((each for each in of_prompt if each is not None), default=None),
         rules=formats.rules(formats.wanted(body, body.response_format), model, None),
     )  # fmt: skip
+    if body.suffix:
+        params = ended(params, model)
     return Work(
         prompts=prompts, params=params, options=sampling.engine_options(body, settings, scope), trace=body.traced,
         nothing=nothing, texts=texts if echo else [], user=body.user,
         notes=formats.left_out(params.rules), **sampling.resumed(body, len(prompts) * params.n),
     )  # fmt: skip
+
+
+def check_defaults(engine: Engine, settings: ServerSettings) -> None:
+    """Raise ParameterError, and close ``engine``, where no request could have the settings' defaults."""
+    if not settings.sampling:
+        return
+    most = settings.sampling.get("max_tokens", 16)
+    try:
+        engine.prepare([0], sampling.parameters(asked(prompt=[0]), settings, max_tokens=most))
+    except OutpaceError as error:
+        engine.close()
+        given = ", ".join(settings.defaults)
+        raise ParameterError(
+            Argument("defaults", given), f" cannot be of this model's requests: {errors.of(error).message}"
+        ) from None
 
 
 def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -> tuple[list[I32], list[str]]:
@@ -118,20 +146,54 @@ def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -
         most = settings.max_prompts
         raise APIError(400, f"prompt has {len(many)} prompts: this server takes at most {most}", param="prompt")
     prompts, texts = [], []
-    special = body.add_special_tokens is not False
+    special, whole = body.add_special_tokens is not False, not body.suffix
     for each in many:
-        if isinstance(each, str):
+        if isinstance(each, str) and whole:
             sampling.check_text(each, model, "prompt", special=True)
             tokens, text = encode_raw(each, model.tokenizer, add_special=special), each
+        elif isinstance(each, str):
+            tokens, text = plain(each, model, "prompt", settings), each
         else:
             tokens = model.ids(each, "prompt")
             text = model.tokenizer.decode(tokens)
-        if not len(tokens):
+        if not len(tokens) and whole:
             raise empty
-        sampling.check_length(tokens, model, "prompt")
+        if whole:
+            sampling.check_length(tokens, model, "prompt")
         prompts.append(tokens)
         texts.append(text)
     return prompts, texts
+
+
+def plain(text: str, model: Served, param: str, settings: ServerSettings) -> I32:
+    """Token ids int32 [n] of a text in which nothing is a special token. Raises APIError."""
+    sampling.check_size(text, model, param, settings.max_values)
+    return model.tokenizer.encode(text, add_special=False)
+
+
+def between(model: Served, before: I32, suffix: str, answer: int | None, settings: ServerSettings, **more: Any) -> I32:
+    """The prompt, token ids int32 [n], for a middle of ``answer`` tokens (None: the model ends it) that ``suffix``
+    follows. ``more``: as ``Middle.prompt`` has it. Raises APIError where the model has no tokens for that."""
+    tokens, most = model.tokenizer.middle, model.info.max_length
+    if tokens is None:
+        raise APIError(
+            400, f"{model.name} cannot fill in the middle: its vocabulary has no such tokens (<|fim_prefix|>, "
+            "<|fim_suffix|>, <|fim_middle|> or others of that kind); serve a model for code that has them, or leave "
+            "the text after the middle out", param="suffix",
+        )  # fmt: skip
+    start = [token for token in model.tokenizer.encode("").tolist() if token == model.tokenizer.bos_id]
+    after = plain(suffix, model, "suffix", settings)
+    room = most // 4 if answer is None else min(answer, most // 2)
+    return tokens.prompt(
+        partial(model.tokenizer.encode, add_special=False), before, after, start=start, most=most - room, **more
+    )
+
+
+def ended(params: SamplingParams, model: Served) -> SamplingParams:
+    """Those of a middle, which tokens for filling in end, too."""
+    tokens = () if model.tokenizer.middle is None else model.tokenizer.middle.ends
+    ends = [token for token in tokens if token not in model.info.eos_ids]
+    return params.with_(stop_ids=(*params.stop_ids, *ends)) if ends else params
 
 
 class _Text:
@@ -140,6 +202,7 @@ class _Text:
     def __init__(self, generation: Generation, index: int, body: CompletionRequest) -> None:
         work, prompt = generation.work, index // generation.work.params.n
         self._model, self._top = generation.model, body.logprobs
+        self._echoes = bool(work.texts)
         self._echo = work.texts[prompt] if work.texts else ""
         self._prompt = work.prompts[prompt]
         self._begun = index in generation.resumed
@@ -153,9 +216,10 @@ class _Text:
         """The text and log-probabilities that ``made`` adds."""
         text, before = made.joined.text, list[TokenLogprob | None]()
         if not self._begun:
-            text, before = self._echo + text, list(made.prompt_logprobs)
+            text, before = self._echo + text, list(made.prompt_logprobs) if self._echoes else []
         self._begun = True
-        return text, None if self._top is None else self._listed(before, made.logprobs, self._top)
+        nothing = self._top is None or (isinstance(made, Part) and not (before or made.logprobs))
+        return text, None if nothing else self._listed(before, made.logprobs, self._top or 0)
 
     def _width(self, token: int) -> int:
         """How many characters the answer gains with its next token."""
@@ -215,8 +279,14 @@ class TextEncoder(Choices):
         super().__init__(generation, body)
         self._texts: dict[int, _Text] = {}
 
+    def says(self, part: Part) -> bool:
+        return super().says(part) or (part.index not in self._texts and bool(self.generation.work.texts))
+
     def choice(self, made: Whole | Part) -> TextChoice:
         if made.index not in self._texts:
             self._texts[made.index] = _Text(self.generation, made.index, self.body)
         text, logprobs = self._texts[made.index].of(made)
-        return TextChoice(text=text, logprobs=logprobs, **self.fields(made))
+        more, most = self.fields(made), self.body.prompt_logprobs
+        if isinstance(made, Whole) and most is not None:
+            more["prompt_logprobs"] = prompt_logprobs(made.prompt_logprobs, most)
+        return TextChoice(text=text, logprobs=logprobs, **more)

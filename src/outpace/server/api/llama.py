@@ -1,4 +1,5 @@
-"""``POST /completion``: a text that goes on, as clients of llama.cpp's own server ask for it."""
+"""``POST /completion`` and ``/infill``: a text that goes on, and what is between two, as clients of llama.cpp's own
+server ask for them."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ _OFF = {  # ways of sampling that are not offered, as they are spelled there whe
     "adaptive_target": -1.0, "adaptive_decay": 0.9, "dry_multiplier": 0.0, "dynatemp_range": 0.0, "mirostat": 0,
     "typical_p": 1.0, "xtc_probability": 0.0,
 }  # fmt: skip
-_BIASED = 1024  # tokens of a text in logit_bias
+_BIASED, _TEXTS = 1024, 256  # tokens of a text in logit_bias; its texts
 _NAMES = {  # of fields of completions, as here
-    "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty",
+    "max_tokens": "n_predict", "suffix": "input_suffix", "repetition_penalty": "repeat_penalty",
     "response_format": "json_schema", "response_format.json_schema.schema": "json_schema",
 }  # fmt: skip
 
@@ -49,10 +50,9 @@ class PromptObject(Body):
 Text = str | PromptObject | Items[int | str]  # the last: pieces of one prompt
 
 
-class LlamaRequest(SamplingFields):
+class LlamaFields(SamplingFields):
     """llama.cpp's fields, with its defaults, and the parameters of completions by their own names."""
 
-    prompt: Text | Items[Text] = Field(description="Several, of which one is no text: the answer is a list.")
     model: str | None = None
     stream: bool | None = None
     n_predict: int | None = Field(default=None, description="Below 0, and by default: as many as the context holds.")
@@ -69,6 +69,24 @@ class LlamaRequest(SamplingFields):
     return_progress: bool | None = Field(default=None, description="A stream says how much of the prompt was read.")
     speculation: Speculation | None = None
     post_sampling_probs: Literal[False] | None = None
+
+
+class LlamaRequest(LlamaFields):
+    prompt: Text | Items[Text] = Field(description="Several, of which one is no text: the answer is a list.")
+
+
+class ExtraFile(Body):
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(LlamaFields):
+    """What is too much for the context goes: of other files the first tokens, then what is far from the middle."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Items[ExtraFile] | None = Field(default=None, description="Other files, or parts of them.")
+    prompt: str | None = Field(default=None, description="What follows input_prefix, and may spell special tokens.")
 
 
 class TokenProbability(Answer):
@@ -112,15 +130,49 @@ async def completion(request: Request, body: LlamaRequest) -> Answer | Response:
     """Go on with a text, or with each of several, as llama.cpp's clients ask."""
 
     def work(model: Served, scope: str) -> Work:
-        settings = service_of(request).settings
-        sampling.check_logprobs("n_probs", body.n_probs or 0, settings)
-        made = completions.work(_as_completion(body, model, settings), settings, model, scope)
-        return replace(made, params=made.params.with_(logit_bias={**made.params.logit_bias, **_biases(body, model)}))
+        return _work(body, _prompt(body.prompt, model), service_of(request).settings, model, scope)
 
     return await answered(request, body, LlamaEncoder, work, model=body.model, streamed=bool(body.stream))
 
 
-def _as_completion(body: LlamaRequest, model: Served, settings: ServerSettings) -> completions.CompletionRequest:
+@router.post("/infill", response_model=LlamaAnswer, responses=STREAMED)
+async def infill(request: Request, body: InfillRequest) -> Answer | Response:
+    """Write what is between two texts, as llama.cpp's clients ask; only models with tokens for that can."""
+    settings = service_of(request).settings
+
+    def work(model: Served, scope: str) -> Work:
+        before, after = body.input_prefix, body.input_suffix
+        files = [(each.filename, each.text) for each in body.input_extra or ()]
+        for text in (name + text for name, text in files):
+            sampling.check_size(text, model, "input_extra", settings.max_values)
+        begun = body.prompt or ""
+        sampling.check_text(begun, model, "prompt", special=True)
+        ids = completions.between(
+            model, completions.plain(before, model, "input_prefix", settings), after, _most(body, settings), settings,
+            files=files, begun=model.tokenizer.encode(begun, add_special=False, parse_special=True).tolist(),
+        )  # fmt: skip
+        made = _work(body, ids.tolist(), settings, model, scope)
+        return replace(made, params=completions.ended(made.params, model))
+
+    return await answered(request, body, LlamaEncoder, work, model=body.model, streamed=bool(body.stream))
+
+
+def _work(body: LlamaFields, prompt: Any, settings: ServerSettings, model: Served, scope: str) -> Work:
+    """``prompt``: as completions take it. Raises ParameterError, RuleError or APIError."""
+    sampling.check_logprobs("n_probs", body.n_probs or 0, settings)
+    made = completions.work(_as_completion(body, prompt, settings), settings, model, scope)
+    return replace(made, params=made.params.with_(logit_bias={**made.params.logit_bias, **_biases(body, model)}))
+
+
+def _most(body: LlamaFields, settings: ServerSettings) -> int | None:
+    """Tokens of the answer; None: as many as the context holds."""
+    most = settings.sampling.get("max_tokens", -1) if body.n_predict is None else max(body.n_predict, -1)
+    if most == 0:
+        raise APIError(400, "n_predict=0 asks for no answer: give at least 1", param="n_predict")
+    return None if most is None else sampling.bounded(most)
+
+
+def _as_completion(body: LlamaFields, prompt: Any, settings: ServerSettings) -> completions.CompletionRequest:
     """Raises APIError."""
     names = (SamplingFields.model_fields.keys() & Sampling.model_fields.keys()) - {"logit_bias"}
     given = {name: each for name in names if (each := getattr(body, name)) is not None}
@@ -137,11 +189,13 @@ def _as_completion(body: LlamaRequest, model: Served, settings: ServerSettings) 
         found["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
     if body.grammar:
         found["grammar"] = Grammar(type="lark", value=body.grammar)
-    most = found.get("max_tokens", -1) if body.n_predict is None else max(body.n_predict, -1)
-    if most == 0:
-        raise APIError(400, "n_predict=0 asks for no answer: give at least 1", param="n_predict")
-    more = {"max_tokens": most, "logprobs": body.n_probs or None, "speculation": body.speculation}
-    return completions.asked(**{**found, **more}, prompt=_prompt(body.prompt, model))
+    most = _most(body, settings)
+    more = {
+        "max_tokens": -1 if most is None else most,
+        "logprobs": body.n_probs or None,
+        "speculation": body.speculation,
+    }
+    return completions.asked(**{**found, **more}, prompt=prompt)
 
 
 def _prompt(given: Text | list[Text], model: Served) -> str | list[str] | list[list[int]]:
@@ -166,16 +220,19 @@ def _tokens(pieces: Sequence[int | str], model: Served) -> list[int]:
     return found
 
 
-def _biases(body: LlamaRequest, model: Served) -> dict[int, float]:
+def _biases(body: LlamaFields, model: Served) -> dict[int, float]:
     """By token id. Raises APIError."""
     given = body.logit_bias or {}
-    found = dict[int, float]()
+    found, texts = dict[int, float](), 0
     for of, bias in given.items() if isinstance(given, dict) else given:
         if isinstance(of, str) and isinstance(given, dict) and of.isascii() and of.isdecimal():
             of = sampling.token_id(of)
         if isinstance(of, int):
             tokens = model.ids([of], "logit_bias").tolist()
         else:
+            texts += 1
+            if texts > _TEXTS:
+                raise APIError(400, f"logit_bias has more than {_TEXTS} texts: give token ids", param="logit_bias")
             sampling.check_size(of, model, "logit_bias", _BIASED)
             tokens = model.tokenizer.encode(of, add_special=False).tolist()
         found |= dict.fromkeys(tokens, -math.inf if bias is False else bias)
@@ -186,9 +243,9 @@ class LlamaEncoder(Encoder):
     """Events with what was gained, the last of each choice with what it cost; there is no ``[DONE]``."""
 
     prefix, names = "cmpl-", _NAMES
-    body: LlamaRequest
+    body: LlamaFields
 
-    def __init__(self, generation: Generation, body: LlamaRequest) -> None:
+    def __init__(self, generation: Generation, body: LlamaFields) -> None:
         super().__init__(generation, body)
         self._probabilities = bool(body.n_probs)
 

@@ -1,5 +1,5 @@
 """``GET /v1/models``, and ``/props`` and ``/slots``, which llama.cpp's clients ask; a model's token ids and prompts:
-``/tokenize``, ``/detokenize``, ``/apply-template``; and ``/v1/embeddings``, which no model here has."""
+``/tokenize``, ``/detokenize``, ``/tokenizer_info``, ``/apply-template``; and ``/v1/embeddings``, which none has."""
 
 from __future__ import annotations
 
@@ -178,6 +178,43 @@ def _tokens(body: TokenizeRequest, model: Served, most: int) -> I32:
     if kind == "prompt":
         return model.tokenizer.encode_raw(text, add_special=body.add_special_tokens)
     return model.control.encode(text)
+
+
+class AddedToken(Answer):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Answer):
+    """As vLLM names it, after Hugging Face's tokenizer_config.json."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
+    """What a model's tokenizer is like; the model is loaded."""
+
+    def known(served: Served) -> TokenizerInfo:
+        tokenizer = served.tokenizer
+        return TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            model_max_length=served.info.max_length,
+            bos_token=None if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id),
+            eos_token=tokenizer.token(served.info.eos_ids[0]) if served.info.eos_ids else None,
+            chat_template=tokenizer.chat_template,
+            added_tokens_decoder={
+                str(i): AddedToken(content=tokenizer.token(i) or "", special=i in tokenizer.special_ids)
+                for i in sorted(tokenizer.added_ids)
+            },
+        )
+
+    return await leased(request, model, known)
 
 
 class TemplateRequest(Prompt):

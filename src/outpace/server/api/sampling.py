@@ -53,6 +53,7 @@ class StreamOptions(Body):
     """They change nothing of an answer that is not streamed."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(default=None, description="Each chunk has the usage so far.")
     include_obfuscation: Literal[False] | None = None
 
 
@@ -121,6 +122,9 @@ class Sampling(Parameters):
     n_predict: int | None = Field(default=None, description="max_tokens, as llama.cpp names it.")
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, description="Log-probabilities of the prompt's tokens, with so many others; not in streams."
+    )
     timings_per_token: bool | None = Field(default=None, description="The answer, or each chunk, has `timings`.")
 
     @property
@@ -204,6 +208,16 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
     if wanted > settings.max_logprobs:
         most = settings.max_logprobs
         raise APIError(400, f"{name}={wanted} is more than this server's {most}: ask for fewer", param=name)
+
+
+def check_prompt_logprobs(body: Sampling, settings: ServerSettings) -> None:
+    check_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
+    if body.prompt_logprobs is not None and body.stream:
+        raise APIError(
+            400,
+            "prompt_logprobs come with a whole answer: leave stream out, or prompt_logprobs",
+            param="prompt_logprobs",
+        )
 
 
 def check_text(text: str, model: Served, param: str, *, special: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -128,7 +129,8 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     ``load``: how the model was loaded, where a revision matters. As in
     ``fp_5f2a...-a1-0.1.0-bfloat16-kvbfloat16``: 16 digits of the model ("none": it has no files), the version of the
     native backend's arithmetic (elsewhere the device, and whether it is strict), that of Outpace, the weights' type and
-    the keys' and values' type (elsewhere their bytes a position). Reads pieces of the model's files: not for the event
+    the keys' and values' type (elsewhere their bytes a position); 8 digits of a template of chats that is not the
+    model's. Reads pieces of the model's files: not for the event
     loop. Raises OSError.
     """
     model = serving.engine.model
@@ -137,4 +139,8 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     version = arithmetic(info.backend)
     device = f"{info.device}{'-strict' if model.strict else ''}"
     computed = device if version is None else f"a{version}"
-    return f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_dtype or info.kv_bytes_per_position}"
+    found = (
+        f"fp_{files or 'none'}-{computed}-{__version__}-{info.dtype}-kv{info.kv_dtype or info.kv_bytes_per_position}"
+    )
+    template = None if serving.engine.tokenizer is None else serving.engine.tokenizer.other_template
+    return found if template is None else f"{found}-t{hashlib.sha256(template.encode()).hexdigest()[:8]}"
