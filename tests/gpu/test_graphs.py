@@ -19,9 +19,10 @@ from outpace.errors import MemoryLimitError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.models.base import Batch
+from outpace.models.torch import graphs as fixed_shapes
 from outpace.models.torch.between import Norm
 from outpace.models.torch.decoder import OwnDecoder
-from outpace.models.torch.graphs import SLOTS, Graphs, Waits, _Graph
+from outpace.models.torch.graphs import AFTER, SLOTS, Graphs, Waits, _Graph
 from outpace.models.torch.kv import TorchKV
 from outpace.models.torch.model import TransformersModel
 from outpace.params import SamplingParams
@@ -30,6 +31,11 @@ from tests.gpu.conftest import llama
 from tests.integration.test_architectures import tiny
 
 CLOSE = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def at_first_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_shapes, "AFTER", 1)
 
 
 def gemma() -> Any:
@@ -67,7 +73,8 @@ def test_graphs_give_what_forwards_give(pair: tuple[TransformersModel, Transform
     graphs, plain = pair
     tree = np.array([-1, 0, 0, 1, -1], np.int32)
     rows = [[model.kv.alloc() for _ in range(3)] for model in pair]
-    first: list[tuple[list[int], Any]] = [([40], None), ([1, 1, 200], None), ([5, 5, 3], [tree, None, None])]
+    first: list[tuple[list[int], Any]] = [([40], None), ([1, 1, 300], None), ([5, 5, 3], [tree, None, None])]
+    first.append(([1, 5, 1], [None, tree, None]))  # too unlike for a shape of rows
     seed = 0
     for _ in range(2):  # the second time every bucket is known
         for sizes, parents in [*first, ([1], None), ([3, 4], None), ([7, 7, 7], None)]:
@@ -81,8 +88,9 @@ def test_graphs_give_what_forwards_give(pair: tuple[TransformersModel, Transform
             np.testing.assert_allclose(found[1], expected[1], atol=CLOSE)
     held = graphs.graphs
     assert held is not None
-    assert len(held.captures.graphs) >= 5
-    assert {bucket.slots for bucket in held.captures.graphs} >= {SLOTS, 2 * SLOTS}
+    assert len(held.captures.graphs) >= 6
+    assert (8, 1) in {(bucket.rows, bucket.width) for bucket in held.captures.graphs}
+    assert {bucket.slots for bucket in held.captures.graphs} >= {2 * SLOTS, 4 * SLOTS}
     for model, own in zip(pair, rows, strict=True):
         for row in own:
             model.kv.check()
@@ -156,6 +164,40 @@ def test_graphs_are_made_anew_where_any_layer_s_pool_has_moved(device: str, monk
     model.close()
 
 
+def test_shapes_that_come_often_are_captured_and_the_oldest_make_way(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where one cannot be, while serving, forwards run as they are from then on."""
+    monkeypatch.setattr(fixed_shapes, "AFTER", AFTER)
+    monkeypatch.setattr(fixed_shapes, "MOST", 2)
+    said: list[str] = []
+    with closing(TransformersModel(llama().to(device), name="m", graphs=True, warn=said.append)) as model:
+        assert model.graphs is not None
+        assert model.graphs.captures is not None
+        graphs, row = model.graphs.captures.graphs, model.kv.alloc()
+
+        def widths(width: int, times: int) -> list[int]:
+            for i in range(times):
+                assert run(model, {row: text(width, i)}, hidden_layers=(1,))[0].shape[0] == width
+            return [bucket.width for bucket in graphs]
+
+        monkeypatch.setattr(fixed_shapes, "APART", 0)
+        assert widths(1, AFTER - 1) == []
+        assert widths(1, 1) == [1]
+        assert widths(2, AFTER) == [1, 2]
+        assert widths(1, 1) == [2, 1]
+        assert widths(3, AFTER) == [1, 3]
+        assert widths(2, AFTER - 1) == [1, 3]
+
+        def failing(run: Any) -> None:
+            raise RuntimeError("no capture")
+
+        monkeypatch.setattr(fixed_shapes, "_watched", failing)
+        assert said == []
+        assert widths(2, 3) == widths(1, 1) == []
+        assert said == ["m: CUDA graphs are off, which costs speed: no capture"]
+
+
 @pytest.mark.parametrize("error", [MemoryLimitError, RuntimeError])
 def test_any_failure_of_the_trial_turns_graphs_off(
     device: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -198,13 +240,16 @@ def test_a_norm_takes_states_of_another_type_than_its_weight(device: str, kind: 
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5 if kind == torch.float32 else 1e-2, atol=1e-5)
 
 
-def test_what_fits_no_bucket_runs_as_it_is(pair: tuple[TransformersModel, TransformersModel]) -> None:
+def test_what_fits_no_bucket_runs_as_it_is(
+    pair: tuple[TransformersModel, TransformersModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = pair[0]
     rows = [model.kv.alloc() for _ in range(2)]
     held = model.graphs
     assert isinstance(held, Graphs)
     before = len(held.captures.graphs)
-    run(model, {rows[0]: text(100, 1)}, hidden_layers=(1,))  # wider than any
+    run(model, {rows[0]: text(257, 1)}, hidden_layers=(1,))  # wider than any
+    monkeypatch.setattr(fixed_shapes, "APART", 0)
     run(model, {rows[0]: text(1, 1), rows[1]: text(40, 2)}, hidden_layers=(1,))  # one beside many
     assert len(held.captures.graphs) == before
     for row in rows:

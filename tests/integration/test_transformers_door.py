@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from types import SimpleNamespace
@@ -24,7 +24,9 @@ import outpace
 from outpace.errors import ModelError, ParameterError
 from outpace.integrations import transformers as doors
 from outpace.models.torch.model import TransformersModel
+from tests.gpu.test_recurrent import module_of as recurrent
 
+from .test_architectures import FAMILIES as ARCHITECTURES
 from .test_architectures import tiny
 
 FAMILIES = ("llama", "qwen3", "gpt_neox")
@@ -85,6 +87,48 @@ def test_greedy_tokens_are_the_models_own(model: Any, asked: dict[str, Any]) -> 
         assert not patched.stats.own
     assert torch.equal(model.generate(ids, **asked, custom_generate=outpace.generate), expected)
     outpace.unpatch(model)
+
+
+def around_images() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = {**ARCHITECTURES["gemma3_text"], "model_type": "gemma3_text"}
+    torch.manual_seed(3)
+    module = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.2)
+    return module.eval()
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "a hybrid": lambda: recurrent("Qwen3_5", "cpu"),
+    "a hybrid that is a mixture": lambda: recurrent("Qwen3Next", "cpu"),
+    "state spaces": lambda: recurrent("FalconH1", "cpu"),
+    "a mixture": lambda: tiny("qwen3_moe"),
+    "a mixture with windows and sinks": lambda: tiny("gpt_oss"),
+    "compressed keys": lambda: tiny("deepseek_v3"),
+    "a wrapper around images": around_images,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_drafts_its_own_tokens(kind: str) -> None:
+    model = KINDS[kind]()
+    ids, few = torch.tensor([[7, 8, 9, 8] * 4 + [11, 7], [5, 9] * 8 + [7, 8]]), (7, 8, 9)  # so that drafts are right
+    asked = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0,
+        "suppress_tokens": [i for i in range(model.get_output_embeddings().out_features) if i not in few],
+    }  # fmt: skip
+    expected = model.generate(ids, **asked)
+    with outpace.patch(model, drafter="suffix", size=4) as patched:
+        assert torch.equal(model.generate(ids, **asked), expected)
+    assert not patched.stats.own
+    assert patched.stats.total.accepted > 0
 
 
 class Bias:

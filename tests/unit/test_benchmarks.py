@@ -141,9 +141,9 @@ def test_transformers_prompt_lookup_is_compared_prompt_by_prompt(tmp_path: Path)
     options = ["--prompts", str(prompts), "--dtype", "float32", "-n", "4", "-d", "ngram", "-d", "suffix"]
     assert call("lookup", [*options, "--json", str(out)]) == 0
     found = figures_of(out)
-    assert list(found) == ["ngram", "suffix"]
+    assert list(found) == ["ngram float32", "suffix float32"]
     assert all(each["prompts"] == each["same"] == 2 for each in found.values())
-    assert all(each["ratio"] > 0 for each in found.values())
+    assert all(each["ratio"] >= each["least"] > 0 and len(each["first"]) == 2 for each in found.values())
 
 
 def figures_of(path: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_noise_is_numpy_s_to_the_bit(seed: int, sample: int, index: int, tokens:
     ids = np.array(sorted(tokens), np.int32)
     expected = Noise(seed, sample).gumbel(index, ids, Stream.CHOICE)
     chooser = Chooser(SamplingParams(temperature=1.0), Noise(seed, sample), index)
-    found = there.gumbel(torch.from_numpy(ids.astype(np.int64))[None], asked([chooser])).numpy()[0]
+    found = there.gumbel(there.uniform(torch.from_numpy(ids.astype(np.int64))[None], asked([chooser]))).numpy()[0]
     assert found.view(np.int64).tolist() == expected.view(np.int64).tolist()
 
 

@@ -263,10 +263,11 @@ def patch(
     model = _module_of("patch", model)
     unpatch(model)
     found = _open(model, drafter, {**options, "kv_memory": kv_memory})
-    if drafter != "auto" or options or kv_memory is not None:  # what was asked for is there, or refused now
-        try:
-            found.engine()
-        except BaseException:
+    try:
+        found.engine()  # what steps cost is measured here, not in the first call
+    except BaseException as error:
+        # What was asked for is there, or refused now; calls say what is wrong with the rest.
+        if drafter != "auto" or options or kv_memory is not None or not isinstance(error, OutpaceError):
             found.close()
             raise
     model.generate = MethodType(_generate, model)

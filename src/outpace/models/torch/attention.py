@@ -82,7 +82,7 @@ class Row:
     end: int
     start: int
     positions: I32
-    tree: npt.NDArray[np.bool_]  # [n, n] who sees whom
+    tree: npt.NDArray[np.bool_] | None  # [n, n] who sees whom; None: each token those before it
     places: I64
 
     @property
@@ -95,14 +95,6 @@ class Row:
         first = 0 if window is None else min(self.start, max(0, int(self.positions.min()) - window + 1))
         return first, len(self.places)
 
-    def sees(self, window: int | None) -> npt.NDArray[np.bool_]:
-        """[n, slots]: which of the row's slots its new tokens see."""
-        own = np.concatenate([np.ones((self.end - self.begin, self.start), np.bool_), self.tree], axis=1)
-        if window is not None:
-            at = np.concatenate([np.arange(self.start, dtype=np.int32), self.positions])
-            own &= self.positions[:, None] - at < window
-        return own
-
 
 def row_plans(batch: Batch, kv: TorchKV, apart: bool = False) -> list[Row]:
     """Each row's share, once ``kv`` has room for the new tokens. ``apart``: a row a token, whose slots are those that
@@ -113,17 +105,20 @@ def row_plans(batch: Batch, kv: TorchKV, apart: bool = False) -> list[Row]:
         if begin == end:
             continue
         row, n = int(batch.row[begin]), end - begin
-        first, length = int(batch.position[begin:end].min()), kv.length(row)
+        first, length = int(batch.position[begin]), kv.length(row)
         if first != length:
             raise ValueError(f"row {row} holds {length} positions, but its new tokens begin at position {first}")
-        tree = np.tri(n, dtype=np.bool_) if batch.is_chain(b) else ancestors(batch.parent[begin:end])
+        tree = None if batch.is_chain(b) else ancestors(batch.parent[begin:end])
         places = kv.places(row, length + n)
         if not apart:
             rows.append(Row(begin, end, length, batch.position[begin:end], tree, places))
             continue
-        for i in range(begin, end):
-            seen = np.append(places[:length], places[length:][tree[i - begin]])  # nodes follow their ancestors
-            rows.append(Row(i, i + 1, len(seen) - 1, batch.position[i : i + 1], np.ones((1, 1), np.bool_), seen))
+        for i in range(n):
+            seen = places[: length + i + 1]
+            if tree is not None:
+                seen = np.append(places[:length], places[length:][tree[i]])  # nodes follow their ancestors
+            at = begin + i
+            rows.append(Row(at, at + 1, len(seen) - 1, batch.position[at : at + 1], None, seen))
     return rows
 
 
@@ -133,12 +128,23 @@ def laid_out(
     """Slots [B, L] of rows, from each one's ``firsts`` on, and which of them its new tokens do not see: bool
     [B, 1, W, L]. ``size``: B, W and L; what rows lack of it is hidden, and lies at ``spare``."""
     count, width, length = size
-    slots, hidden = np.full((count, length), spare, np.int64), np.ones((count, 1, width, length), np.bool_)
+    slots, last = np.full((count, length), spare, np.int64), np.full((count, width), -1)  # the last slot that each sees
+    at, after = np.arange(length)[None, None], np.arange(width)
     for b, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-        end = len(row.places) - first
-        slots[b, :end] = row.places[first:]
-        hidden[b, 0, : row.end - row.begin, :end] = ~row.sees(window)[:, first:]
-    return slots, hidden
+        slots[b, : len(row.places) - first] = row.places[first:]
+        last[b, : row.end - row.begin] = row.start - first + after[: row.end - row.begin]
+    hidden = at > last[..., None]
+    if window is not None:
+        hidden |= at <= last[..., None] - window
+    for b, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+        if row.tree is None:
+            continue
+        n, before = row.end - row.begin, row.start - first
+        hidden[b, :n, :before], hidden[b, :n, before : before + n] = False, ~row.tree
+        if window is not None:
+            of_slots = np.concatenate([np.arange(first, row.start, dtype=np.int32), row.positions])
+            hidden[b, :n, : before + n] |= row.positions[:, None] - of_slots >= window
+    return slots, hidden[:, None]
 
 
 def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: torch.device) -> Plan:

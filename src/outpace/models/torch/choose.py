@@ -79,14 +79,17 @@ def sampled(logits: Tensor, asked: Asked, filtered: bool, rounding: float = 0.0)
     scaled = values / asked.temperature
     if filtered:
         ids, kept, sure = _filtered(logits.float(), values, scaled, asked)
-        best = torch.where(kept, scaled.gather(-1, ids) + rough_gumbel(ids, asked), -torch.inf)
+        drawn = uniform(ids, asked)
+        best = torch.where(kept, scaled.gather(-1, ids) - torch.log(-torch.log(drawn)), -torch.inf)
     else:
         blocks = torch.arange(-(-logits.shape[1] // 4), device=logits.device)[None]
         words = torch.stack(_philox(blocks, *asked[5:]), -1).flatten(1)[:, : logits.shape[1]]
-        best, ids = (scaled - torch.log(-torch.log(_uniform(words)))).topk(min(CLOSE, logits.shape[1]))
+        every = _uniform(words)
+        best, ids = (scaled - torch.log(-torch.log(every))).topk(min(CLOSE, logits.shape[1]))
+        drawn = every.gather(-1, ids)
         kept = best >= best[:, :1] - EDGE * (1 + best[:, :1].abs())
         sure = ~kept[:, -1] | (ids.shape[1] == logits.shape[1])
-    scores = scaled.gather(-1, ids) + gumbel(ids, asked)
+    scores = scaled.gather(-1, ids) + gumbel(drawn)
     scores = torch.where(kept, scores, -torch.inf)
     most = scores.amax(-1, keepdim=True)
     chosen = torch.where(scores == most, ids, logits.shape[1]).amin(-1)
@@ -135,14 +138,14 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, vocab), -1).indices
 
 
-def gumbel(ids: Tensor, asked: Asked) -> Tensor:
-    """``Noise.gumbel`` float64 [n, m] of tokens int64 [n, m]: the CPU's bits."""
-    return -_log(-_log(_uniform(_words(ids, asked))))
+def gumbel(drawn: Tensor) -> Tensor:
+    """``Noise.gumbel`` float64 [n, m] of uniform numbers [n, m]: the CPU's bits."""
+    return -_log(-_log(drawn))
 
 
 def rough_gumbel(ids: Tensor, asked: Asked) -> Tensor:
-    """``gumbel`` up to the last bits, of tokens int64 [n, m] or [1, m] for all."""
-    return -torch.log(-torch.log(_uniform(_words(ids, asked))))
+    """``Noise.gumbel`` up to the last bits, of tokens int64 [n, m] or [1, m] for all."""
+    return -torch.log(-torch.log(uniform(ids, asked)))
 
 
 def kept(logits: Tensor, asked: Asked, filtered: bool) -> tuple[Tensor, Tensor]:
@@ -155,10 +158,11 @@ def kept(logits: Tensor, asked: Asked, filtered: bool) -> tuple[Tensor, Tensor]:
     return ids, torch.where(some, scaled.gather(-1, ids), -torch.inf)
 
 
-def _words(ids: Tensor, asked: Asked) -> Tensor:
+def uniform(ids: Tensor, asked: Asked) -> Tensor:
+    """The numbers float64 [n, m] in (0, 1) that tokens int64 [n, m] draw."""
     words = torch.stack(_philox(ids >> 2, *asked[5:]), -1)
     which = (ids & 3)[..., None].expand(*words.shape[:-1], 1)
-    return words.gather(-1, which)[..., 0]
+    return _uniform(words.gather(-1, which)[..., 0])
 
 
 def _uniform(words: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
     if unknown := stored.unused():
         raise ModelError(f"{gguf.path.name} has tensors that a {gguf.architecture} model does not use: {unknown[0]}")
     config = _config(gguf, decoder)
-    weights = {name: torch.from_numpy(values).to(device, dtype) for name, values in stored.originals().items()}
+    weights = {name: torch.from_numpy(values).to(device, dtype) for name, values in stored.originals()}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}

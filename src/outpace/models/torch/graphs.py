@@ -1,8 +1,9 @@
 """Work in fixed shapes, which a card replays as CUDA graphs: one launch in place of a thousand.
 
-The first time that a shape comes it is captured; from then on its inputs are written where the graph reads them. Where
-there is no card, a graph calls and does not replay. A forward of B rows with up to W new tokens each is padded to a
-bucket of rows, width and slots, with tokens that are written behind the pool's last block and that no row sees.
+A shape that comes often is captured; from then on its inputs are written where the graph reads them. Where there is no
+card, a graph calls and does not replay. A forward of B rows with up to W new tokens each is padded to a bucket of rows,
+width and slots, with tokens that are written behind the pool's last block and that no row sees. Until that one has a
+graph, a bucket of tokens that are a row each stands in: few of those cover every mixture of rows.
 
 ``strict`` knows one shape alone: so many tokens, each a row of its own. Every product is then of the same sizes and
 attention adds up the same blocks of slots, whatever runs together: a token's bits cannot depend on it.
@@ -10,6 +11,7 @@ attention adds up the same blocks of slots, whatever runs together: a token's bi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,7 +74,9 @@ SLOTS = 256  # times powers of two; few rows have at least FEW together: fewer s
 FEW = 1024
 TOKENS = 256  # of a bucket, at most: beyond, launches cost little beside the work
 WASTE = 2  # a bucket has at most so many times the tokens that there are, and WIDTHS' first few
-MOST = 64  # graphs; more buckets run without
+AFTER = 8  # a shape is captured when it has come so often: that takes 50 to 100 ms, a step without saves 3 to 8
+APART = 2 << 30  # bytes of keys and values that tokens read which are a row each, at most: half a millisecond of a card
+MOST = 64  # graphs; the one that was not used for longest makes way
 STRICT = {"cpu": 16}  # tokens of a strict forward; elsewhere 64, which takes a card little longer than one
 
 
@@ -123,33 +127,53 @@ def frame(
 
 
 class Captures:
-    """What ``run`` gives for inputs of one shape, for each shape that has come: at most ``MOST`` of them."""
+    """What ``run`` gives for inputs of one shape, for each shape that comes often: at most ``MOST`` of them.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.graphs: dict[Hashable, _Graph] = {}
+    ``warn`` is called with why there are none from then on; None: this is a trial, where a shape is captured at its
+    first sight, and what cannot be captured raises RuntimeError.
+    """
+
+    def __init__(self, device: torch.device, warn: Callable[[str], None] | None = None) -> None:
+        self._device, self._warn = device, warn
+        self.graphs: dict[Hashable, _Graph] = {}  # the latest last
         self._most = MOST
         self._at: tuple[int, ...] = ()  # addresses of what else they read
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._sights: Counter[Hashable] = Counter()  # of shapes without a graph
+        # One stream for all captures: libraries keep a workspace for each.
+        self._beside = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
-    def __call__(
-        self, shape: Hashable, at: tuple[int, ...], inputs: Sequence[Tensor], run: Callable[..., Any]
-    ) -> Any | None:
-        """``run(*inputs)``, which the next call overwrites; None: there are graphs enough without this ``shape``, which
-        says what else ``run`` depends on. Where addresses ``at`` are others than before, all is captured anew. Raises
-        RuntimeError for what cannot be captured."""
+    def wants(self, shape: Hashable, at: tuple[int, ...]) -> bool:
+        """Whether ``shape`` has a graph or is to get one, once its inputs are there; counts that it came. Where
+        addresses ``at`` are others than before, all is captured anew."""
         if at != self._at:
             self.graphs.clear()
             self._at = at
-        graph = self.graphs.get(shape)
-        if graph is None:
-            if len(self.graphs) >= self._most:
-                return None
-            try:
-                graph = self.graphs[shape] = _Graph(self._device, self._pool, inputs, run)
-            except torch.OutOfMemoryError:
+        if shape in self.graphs or not self._most:
+            return shape in self.graphs
+        self._sights[shape] += 1
+        return self._warn is None or self._sights[shape] >= AFTER
+
+    def __call__(self, shape: Hashable, inputs: Sequence[Tensor], run: Callable[..., Any]) -> Any | None:
+        """``run(*inputs)`` of a ``shape`` that ``wants`` was asked for, which says what else ``run`` depends on; the
+        next call overwrites it. None: it could not be captured."""
+        graph = self.graphs.pop(shape, None)
+        try:
+            if graph is None:
+                if len(self.graphs) >= self._most:
+                    self.graphs.pop(next(iter(self.graphs)))
+                graph = _Graph(self._device, self._beside, inputs, run)
+                del self._sights[shape]
+        except RuntimeError as error:
+            if self._warn is None:
+                raise
+            if isinstance(error, torch.OutOfMemoryError):
                 self._most = len(self.graphs)
-                return None
+            else:
+                self._most = 0
+                self.graphs.clear()
+                self._warn(f"CUDA graphs are off, which costs speed: {error}")
+            return None
+        self.graphs[shape] = graph
         return graph(inputs)
 
     def close(self) -> None:
@@ -158,21 +182,22 @@ class Captures:
 
 
 class _Graph:
-    def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], run: Callable[..., Any]) -> None:
+    def __init__(self, device: torch.device, beside: Any, inputs: Sequence[Tensor], run: Callable[..., Any]) -> None:
         self.inputs = [each.to(device, copy=True) for each in inputs]
         call = partial(run, *self.inputs)
-        if device.type != "cuda":
+        if beside is None:
             _watched(call)
             self._again: Callable[[], Any] = call
             return
+        pool, stream = beside
         with torch.cuda.device(device):
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 _watched(call)  # libraries choose and allocate in the first call
-            torch.cuda.current_stream().wait_stream(beside)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=beside):  # its own is the first card's that captured
+            # Other threads, with an engine of their own, may allocate and copy meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 out = call()
 
         def replay() -> Any:
@@ -197,7 +222,7 @@ def _watched(run: Callable[[], Any]) -> None:
 
 
 class Graphs:
-    """Forwards in fixed shapes over one pool of keys and values; ``captured``: as graphs."""
+    """Forwards in fixed shapes over one pool of keys and values; ``captures``: as graphs."""
 
     def __init__(
         self,
@@ -206,23 +231,26 @@ class Graphs:
         windows: Sequence[int | None],
         device: torch.device,
         strict: bool = False,
-        captured: bool = True,
+        captures: Captures | None = None,
     ) -> None:
         self._forward, self._kv, self._windows, self._device = forward, kv, tuple(windows), device
-        self.strict = strict
-        self.captures = Captures(device) if captured else None
+        self.strict, self.captures = strict, captures
 
     def __call__(
         self, batch: Batch, layers: int, kept: tuple[int, ...]
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, I64] | None:
-        """As ``run``, of all tokens of a bucket, and the packed tokens' places among them; None: the batch fits none.
-        What is returned is overwritten by the next forward."""
-        rows = row_plans(batch, self._kv)
-        bucket = fitting(rows, layers, kept)
-        found = None if bucket is None else self._computed(batch, rows, bucket)
-        if bucket is None or found is None:
-            return None
-        return (*found, np.concatenate([np.arange(r.end - r.begin) + b * bucket.width for b, r in enumerate(rows)]))
+        """As ``run``, of all tokens of a bucket, and the packed tokens' places among them; None: the batch fits none
+        that has a graph. What is returned is overwritten by the next forward."""
+        for apart in (False, True):  # a shape of tokens alone stands in for shapes of rows that are rare or too unlike
+            rows = row_plans(batch, self._kv, apart)
+            if apart and sum(len(row.places) for row in rows) * self._kv.bytes_per_position > APART:
+                return None
+            bucket = fitting(rows, layers, kept)
+            found = None if bucket is None else self._computed(batch, rows, bucket)
+            if bucket is not None and found is not None:
+                places = [np.arange(row.end - row.begin) + b * bucket.width for b, row in enumerate(rows)]
+                return (*found, np.concatenate(places))
+        return None
 
     def strictly(
         self, batch: Batch, layers: int, kept: tuple[int, ...], features: Tensor | None
@@ -244,11 +272,14 @@ class Graphs:
         return torch.cat(logits), {layer: torch.cat(parts) for layer, parts in states.items()}
 
     def _computed(self, batch: Batch, rows: list[Row], bucket: Bucket, features: Tensor | None = None) -> Any:
-        """As ``run``; None, unless it is strict: there are graphs enough."""
+        """As ``run``; None, unless it is strict: there is no graph of it."""
+        captures = None if features is not None else self.captures
+        if captures is not None and not captures.wants(bucket, self._kv.place):
+            captures = None
+        if captures is None and not self.strict:
+            return None
         inputs = frame(batch, rows, self._kv, self._windows, bucket)
-        found = None
-        if self.captures is not None and features is None:
-            found = self.captures(bucket, self._kv.place, inputs, partial(self.run, bucket))
+        found = None if captures is None else captures(bucket, inputs, partial(self.run, bucket))
         if found is None and self.strict:
             indices, hidden = (each.to(self._device) for each in inputs)
             found = self.run(bucket, indices, hidden, features)

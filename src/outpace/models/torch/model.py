@@ -22,7 +22,7 @@ from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
 from outpace.models.torch.experts import Mixtures
-from outpace.models.torch.graphs import Graphs
+from outpace.models.torch.graphs import Captures, Graphs
 from outpace.models.torch.kv import BLOCK, TorchKV
 from outpace.models.torch.mixers import in_attentions_place, mixers, mixing, state_shape
 from outpace.models.torch.output import TorchOutput
@@ -283,11 +283,16 @@ class TransformersModel(Model):
                 raise ModelError(f"{name} cannot be served exactly: {error}") from error
         self.graphs: Graphs | None = None  # may be dropped: forwards then run as they are
         captured = not self._mixers and (self._device.type == "cuda" if graphs is None else graphs)
+
+        def tell(why: str) -> None:
+            warn(f"{name}: {why}")
+
         for each in [True] * captured + [False] * strict:
             trial = self._cache()
+            captures = [Captures(self._device, told) if each else None for told in (None, tell)]
             fixed, self.graphs = (
-                Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, each)
-                for kv in (trial, self.kv)
+                Graphs(self._own or self._through_module, kv, self._windows, self._device, strict, own)
+                for kv, own in zip((trial, self.kv), captures, strict=True)
             )
             try:
                 with _plainly(self._device):
@@ -297,7 +302,7 @@ class TransformersModel(Model):
                 self.graphs = None
                 if not each:
                     raise ModelError(f"{name} cannot be served strictly: {error}") from error
-                warn(f"{name}: CUDA graphs are off, which costs speed: {error}")
+                tell(f"CUDA graphs are off, which costs speed: {error}")
             finally:
                 fixed.close()
         self._state = ModuleState(module) if watched else None

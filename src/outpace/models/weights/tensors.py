@@ -84,16 +84,17 @@ class Weights:
         found, layers = _NUMBER[self._spelling].match(name), self._decoder.layers
         return found is not None and layers <= int(found[1]) < layers + self._decoder.beyond
 
-    def originals(self) -> dict[str, F32]:
-        """All values by Hugging Face's names, as their files have them. Raises ModelError."""
-        found: dict[str, F32] = {}
+    def originals(self) -> Iterator[tuple[str, F32]]:
+        """All values with Hugging Face's names, as their files have them: one tensor after the other, so that a reader
+        who converts each holds no second copy. Raises ModelError."""
+        found = set[str]()
         for full, place, part in self._every():
             if full in self._tensors and place not in found:
+                found.add(place)
                 values = self._unpack(full)
                 if part in NORMS or part == "final_norm":
                     values = values + np.float32(0 if self._spelling else -self._decoder.family.norm_offset)
-                found[place] = np.ascontiguousarray(self._in_order(part, values))
-        return found
+                yield place, np.ascontiguousarray(self._in_order(part, values))
 
     def matrix(self, layer: int | None, name: str) -> StoredTensor | JoinedTensor:
         """Raises ModelError when it is missing, or fused with others and of another size than they have."""

@@ -133,24 +133,26 @@ class TorchEagle(Network):
         self._window = shape.window(0)
         (self._ids,) = uploaded(self._device, self.ids)
         self.kv = Slab((2, shape.kv_heads, shape.head_dim), self._shared, limit)
-        self.captures = Captures(self._device) if (self._device.type == "cuda" if graphs is None else graphs) else None
-        if self.captures is not None:
+        self.captures: Captures | None = None
+        if self._device.type == "cuda" if graphs is None else graphs:
             try:
                 self._prove(config)
+                self.captures = Captures(self._device, _warned)
             except (OutpaceError, RuntimeError) as error:
-                self.captures = None
-                log.warning("the drafter's CUDA graphs are off, which costs speed: %s", error)
+                _warned(f"CUDA graphs are off, which costs speed: {error}")
 
     def _prove(self, config: EagleConfig) -> None:
         """Draft as a graph and without one. Raises DrafterError where the two differ."""
         size = (3, len(config.hidden_layers), config.decoder.hidden)
         states = torch.linspace(-1, 1, int(np.prod(size)), device=self._device).view(size)
         ask = Ask(-1, self.ids[np.arange(3) % len(self.ids)], states, 8, 3, 2, SAMPLES)
-        captures, chances = self.captures, list[Any]()
-        for self.captures in (captures, captures, None):
-            chances.append(self.draft([ask]).confidence)
-            self.kv.release(-1)
-        self.captures = captures
+        trial, chances = Captures(self._device), list[Any]()
+        try:
+            for self.captures in (trial, trial, None):
+                chances.append(self.draft([ask]).confidence)
+                self.kv.release(-1)
+        finally:
+            self.captures = None
         if not all(np.allclose(chances[2], each, atol=CLOSE) for each in chances[:2]):
             raise DrafterError("a graph's draft is another")
 
@@ -189,8 +191,8 @@ class TorchEagle(Network):
                 more = states[:1].expand(bucket.entries - len(states), -1, -1)
                 inputs = upload.send(self._device), torch.cat([states, more]) if len(more) else states
                 found = None
-                if fits and self.captures is not None:
-                    found = self.captures(bucket, self.kv.place, inputs, partial(self._drawn, bucket))
+                if fits and self.captures is not None and self.captures.wants(bucket, self.kv.place):
+                    found = self.captures(bucket, inputs, partial(self._drawn, bucket))
                 found = self._drawn(bucket, *inputs) if found is None else found
                 return drafts_of(asks, found.cpu().numpy(), bucket.rows)
             except BaseException:
@@ -315,6 +317,10 @@ class TorchEagle(Network):
         super().close()
         if self.captures is not None:
             self.captures.close()
+
+
+def _warned(why: str) -> None:
+    log.warning("the drafter's %s", why)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
