@@ -24,8 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import Measuring, add_json, emit
-from benchmarks.peers.eagle import openvino_folder
-from benchmarks.peers.eagle_gguf import eagle_gguf
+from benchmarks.peers.eagle import gguf_file, openvino_folder
 from benchmarks.peers.requantise import requantise
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -142,7 +141,7 @@ def _command(configuration: Configuration, path: Path) -> list[str]:
         python = environment("openvino")
         path = openvino_folder(drafter, path, python) if drafter else path
         return [str(python), str(HERE / "worker_openvino.py"), str(path), mode]
-    drafts = ["--drafter", str(eagle_gguf(drafter, path))] if drafter else []
+    drafts = ["--drafter", str(gguf_file(drafter, path))] if drafter else []
     if engine.startswith("llamacpp-q4_0"):
         path = requantise(path, cache_dir() / "peers" / f"{path.stem}.Q4_0.gguf")
     command = [str(HERE / "llamacpp.py"), str(path), mode, *drafts]

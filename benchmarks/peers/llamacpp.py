@@ -6,7 +6,7 @@
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
 processor itself is faster. MODE with `--binary` is what its --spec-type takes; draft-eagle3, with a GGUF file of
-eagle_gguf.py, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. It is
+an EAGLE-3.1, needs our patch: two norms that it does not know, and no feed-forward where only keys are stored. It is
 built so:
 
     pip download llama-cpp-python==0.3.36 --no-deps --no-binary :all:
