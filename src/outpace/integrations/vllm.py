@@ -39,6 +39,7 @@ from outpace.params import SamplingParams
 
 METHODS = ("ngram", "suffix")  # that need neither the target's forwards nor its hidden states
 WIDER = 4  # nodes that are asked for each token of a chain: a composition's branches are dropped
+SAVE = 30.0  # seconds between two writes of a history's file
 END = 32  # last tokens by which a row is looked for
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,9 @@ class Proposer:
         self._drafter = build(given, DraftContext(target, None, LoadOptions(), WIDER * self._most))
         self._step = _fast.native.Rows(vocab, [], "target")
         self._chooser = describe(Chooser(SamplingParams(temperature=0.0), Noise(0), 0), [])
+        parts = zip(getattr(self._drafter, "parts", (self._drafter,)), given.parts or (given,), strict=True)
+        self._files = [(part, spec.options["file"]) for part, spec in parts if "file" in spec.options]
+        self._saved = -SAVE
         self._live: list[Row] = []
         self._drafted: list[Row] = []  # rows of the step under way, as `_step` has them
         self._requests, self._drafting, self._ended = 0, 0.0, 0.0
@@ -110,9 +114,12 @@ class Proposer:
         self._learn(rows, begun)
         live = [row for row in rows if row is not None]
         numbers = {row.number for row in live}
-        for row in self._live:
-            if row.number not in numbers:
-                self._release(row)
+        gone = [row for row in self._live if row.number not in numbers]
+        for row in gone:
+            self._release(row)
+        if gone and begun - self._saved >= SAVE:  # vLLM's processes are often killed, and then close nothing
+            self._saved = begun
+            self._save()
         self._live = live
         self._draft([row for row in live if row.gained])
         self._ended = perf_counter()
@@ -170,6 +177,13 @@ class Proposer:
         if self._policy is not None:
             self._policy.release(row.number)
         self._drafter.release(row.number, row.tokens)
+
+    def _save(self) -> None:
+        for part, file in self._files:
+            try:
+                part.save(file)
+            except DrafterError as error:  # requests go on
+                log.warning("outpace keeps no history: %s", error)
 
     def _draft(self, rows: list[Row]) -> None:
         room = {row.number: min(self._most, self._longest - len(row.tokens) - 1) for row in rows}
