@@ -22,8 +22,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-from benchmarks.peers.eagle_gguf import pairs
-from benchmarks.peers.requantise import copy_field, writing
 from outpace import Engine, SamplingParams
 from outpace.common.arrays import F32
 from outpace.common.files import write_bytes, write_json
@@ -34,6 +32,7 @@ from outpace.models.fingerprint import fingerprint
 from outpace.models.load import resolve
 from outpace.models.weights.facts import read_config
 from outpace.params import Acceptance
+from outpace.training.export_gguf import copy_field, pairs, writing
 from outpace.training.target import TargetWeights
 
 NAME = "demo-draft.gguf"

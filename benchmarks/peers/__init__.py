@@ -24,8 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import Measuring, add_json, emit
-from benchmarks.peers.eagle import openvino_folder
-from benchmarks.peers.eagle_gguf import eagle_gguf
+from benchmarks.peers.eagle import gguf_file, openvino_folder
 from benchmarks.peers.requantise import q4_0
 from outpace import Engine
 from outpace.cli.terminal import table
@@ -146,7 +145,7 @@ def _command(configuration: Configuration, path: Path) -> list[str]:
         path = openvino_folder(drafter, path, python) if drafter else path
         return [str(python), str(HERE / "worker_openvino.py"), str(path), mode]
     if drafter:
-        drafter = eagle_gguf(drafter, path) if drafter.is_dir() else q4_0(drafter)
+        drafter = gguf_file(drafter, path) if drafter.is_dir() else q4_0(drafter)
     path = q4_0(path) if "q4_0" in engine else path
     command = [str(HERE / "llamacpp.py"), str(path), mode, *(["--drafter", str(drafter)] if drafter else [])]
     if configuration.binary:

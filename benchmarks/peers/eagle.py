@@ -16,6 +16,9 @@ from outpace.common.files import cache_dir
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, fit_shape, read
 from outpace.drafters.learned.layouts import EagleConfig
 from outpace.errors import ParameterError
+from outpace.models.load import resolve
+from outpace.training.export import TargetRows
+from outpace.training.export_gguf import to_gguf
 
 BLOCK = 32  # numbers that share a scale
 REMEDY = "measure without --eagle3, or with another drafter"
@@ -62,6 +65,14 @@ def load(drafter: Path, model: Path) -> tuple[EagleConfig, dict[str, Any]]:
         ids = np.arange(config.draft_vocab) + tensors["d2t"]
         tensors["lm_head.weight"] = gguf.dequantize(head.data[ids], head.tensor_type)
     return config, tensors
+
+
+def gguf_file(drafter: Path, model: Path) -> Path:
+    """A file for a llama.cpp with our patch, in Q4_0, which is the fastest. Raises as ``to_gguf`` does."""
+    made = place(drafter, model, "gguf")
+    if not made.exists():
+        to_gguf(made, read(drafter), TargetRows.of(resolve(str(model))), model, dtype="q4_0", patched=True)
+    return made
 
 
 def openvino_folder(drafter: Path, model: Path, python: Path) -> Path:

@@ -6,8 +6,8 @@
 
 The Linux wheel is compiled for AVX2, without AVX-512, as its README and get_system_info() say. A llama.cpp built on the
 processor itself is faster (`--binary`). MODE is then what its --spec-type takes; with a GGUF file as drafter that is
-draft-simple (draft, of ik_llama.cpp) for a small model, and draft-eagle3 for one of eagle_gguf.py. `--ik`: the binary
-is ik_llama.cpp's, whose faster kernels want the weights packed anew at load (-rtr).
+draft-simple (draft, of ik_llama.cpp) for a small model, and draft-eagle3 for one that `outpace export gguf` made.
+`--ik`: the binary is ik_llama.cpp's, whose faster kernels want the weights packed anew at load (-rtr).
 
 A worker reads a JSON line {"tokens", "max_tokens"} and writes one: text, tokens, seconds to the first delta, seconds of
 the rest. A server has what ours has: 16 rows.

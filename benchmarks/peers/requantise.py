@@ -1,39 +1,14 @@
-"""A Q4_0 copy of a Q4_1 GGUF file, for llama.cpp; and how a GGUF file is written whole or not at all."""
+"""A Q4_0 copy of a Q4_1 GGUF file, for llama.cpp."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 
 from outpace.common.files import cache_dir
-
-
-@contextmanager
-def writing(target: Path, architecture: str) -> Iterator[Any]:
-    """A GGUFWriter, whose keys and tensors become the file ``target`` when the block ends."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    writer = gguf.GGUFWriter(part, architecture)
-    try:
-        yield writer
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def copy_field(writer: Any, name: str, field: Any) -> None:
-    kind = field.types[0]
-    writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+from outpace.training.export_gguf import copy_field, writing
 
 
 def q4_0(source: Path) -> Path:

@@ -49,6 +49,56 @@ def vllm(
     return 0
 
 
+def sglang(
+    common: Common,
+    path: Annotated[Path, argument("The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("The folder to make. Default: PATH-sglang.")] = None,
+    model: Annotated[str, option("The target that it was trained beside.", "--model", "-m")] = "demo",
+    dtype: Annotated[str, option("bfloat16, float16 or float32.")] = "bfloat16",
+) -> int:
+    """Write an EAGLE drafter as SGLang reads it, nothing left to the target, and print how to serve it."""
+    from outpace.drafters.learned.checkpoint import read
+    from outpace.models.load import resolve
+    from outpace.training.export import TargetRows, to_eagle3
+
+    out = path.with_name(f"{path.resolve().name}-sglang") if out is None else out
+    if out.exists() and out.resolve() == path.resolve():
+        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
+    source = resolve(model)
+    to_eagle3(out, read(path), TargetRows.of(source), dtype=dtype, sglang=True)
+    if not common.emit({"out": str(out), "speculative_algorithm": "EAGLE3"}):
+        target = "MODEL" if source.kind == "gguf" else source.name
+        print(
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {shlex.quote(str(out))}"
+        )
+    return 0
+
+
+def gguf(
+    common: Common,
+    path: Annotated[Path, argument("The drafter: a folder with config.json and safetensors.")],
+    out: Annotated[Path | None, option("The file to make. Default: PATH.gguf.")] = None,
+    model: Annotated[str, option("The target that it was trained beside, a GGUF file.", "--model", "-m")] = "demo",
+    dtype: Annotated[str, option("bfloat16, float16, float32, q8_0 or q4_0.")] = "bfloat16",
+) -> int:
+    """Write an EAGLE-3, DSpark or DFlash drafter as llama.cpp reads it, and print how to serve it."""
+    from outpace.drafters.learned.checkpoint import read
+    from outpace.models.load import resolve
+    from outpace.training.export import TargetRows
+    from outpace.training.export_gguf import to_gguf
+
+    out = path.with_name(f"{path.resolve().name}.gguf") if out is None else out
+    source = resolve(model)
+    if source.kind != "gguf":
+        raise ParameterError(f"--model {model} is no GGUF file, and llama.cpp serves those: name the target's file")
+    kind = to_gguf(out, read(path), TargetRows.of(source), source.path, dtype=dtype)
+    if not common.emit({"out": str(out), "spec_type": kind}):
+        served = shlex.quote(str(source.path))
+        print(f"llama-server -m {served} --spec-draft-model {shlex.quote(str(out))} --spec-type {kind}")
+    return 0
+
+
 def q4(
     common: Common,
     path: Annotated[Path, argument("The drafter: a folder with config.json and safetensors.")],
@@ -73,6 +123,8 @@ COMMAND = Group(
     "outpace export vllm drafter --model demo --out served",
     (
         Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),
+        Command("sglang", sglang, "outpace export sglang drafter --model demo --out served"),
+        Command("gguf", gguf, "outpace export gguf drafter --model demo --out drafter.gguf"),
         Command("q4", q4, "outpace export q4 drafter --out small"),
     ),
 )

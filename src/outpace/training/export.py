@@ -69,28 +69,35 @@ def to_speculators(
     """
     if isinstance(checkpoint.config, MedusaConfig):
         raise ParameterError("speculators has no Medusa: export it to vLLM, which has")
-    checkpoints.put(Path(path), _whole(checkpoint, rows), "own", verifier or Verifier(), dtype, tokens)
+    checkpoints.put(Path(path), whole(checkpoint, rows), "own", verifier or Verifier(), dtype, tokens)
 
 
-def to_eagle3(path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
-    """Write ``eagle`` in the flat layout of EAGLE-3's authors (``midlayer.*``). Raises as ``write`` does."""
+def to_eagle3(
+    path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16", sglang: bool = False
+) -> None:
+    """Write ``eagle`` in the flat layout of EAGLE-3's authors (``midlayer.*``), or as SGLang 0.5.23 reads that. Raises
+    as ``write`` does."""
     config = checkpoint.config
     if not isinstance(config, EagleConfig):
         raise ParameterError(f"the layout of EAGLE-3 is for the method eagle, and this is {checkpoint.method}")
     if config.mask_token is not None:
         raise ParameterError("the layout of EAGLE-3 has no masks, as P-EAGLE does: export to speculators")
-    whole = _whole(checkpoint, rows)
-    arrays = {layouts.flat_name(name): values for name, values in arrays_of(Path(path), whole, True).items()}
+    full = whole(checkpoint, rows)
+    arrays = {layouts.flat_name(name): values for name, values in arrays_of(Path(path), full, True).items()}
     if config.decoder.qk_norm:
         raise ParameterError("the layout of EAGLE-3 has no norms of query and key heads: export to speculators")
-    put_files(Path(path), arrays, layouts.to_flat_eagle(config, dtype), None, dtype)
+    if sglang and config.norm_before_residual:
+        raise ParameterError("SGLang has no norm_before_residual: export to vLLM, which has")
+    described = layouts.to_sglang if sglang else layouts.to_flat_eagle
+    assert isinstance(full.config, EagleConfig)
+    put_files(Path(path), arrays, described(full.config, dtype), None, dtype)
 
 
 def to_medusa(path: StrPath, checkpoint: Checkpoint, rows: TargetRows, *, dtype: str = "bfloat16") -> None:
     """Write ``medusa`` as vLLM reads it, the head included. Raises as ``write`` does."""
     if not isinstance(checkpoint.config, MedusaConfig):
         raise ParameterError(f"the layout of Medusa is for the method medusa, and this is {checkpoint.method}")
-    checkpoints.put(Path(path), _whole(checkpoint, rows), "own", Verifier(), dtype)
+    checkpoints.put(Path(path), whole(checkpoint, rows), "own", Verifier(), dtype)
 
 
 def to_vllm(
@@ -114,8 +121,8 @@ def to_vllm(
     return {"method": layouts.NAMES[type(config)], "model": str(path), "num_speculative_tokens": tokens}
 
 
-def _whole(checkpoint: Checkpoint, rows: TargetRows) -> Checkpoint:
-    """With output rows and embedding of its own."""
+def whole(checkpoint: Checkpoint, rows: TargetRows) -> Checkpoint:
+    """With output rows and embedding of its own. Raises DrafterError for a drafter of another target."""
     checkpoint = checkpoints.fit_shape(checkpoint, "the target", rows.head.shape, rows.layers)
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     ids = np.asarray(tensors["d2t"]) + np.arange(config.draft_vocab)

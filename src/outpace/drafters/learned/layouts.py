@@ -429,7 +429,8 @@ def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
     nested = facts.part("eagle_config")
     if nested.get("use_aux_hidden_state", True) is not True:
         raise facts.fail("it reads no hidden states (use_aux_hidden_state), as EAGLE-1 and 2 do: only EAGLE-3 is read")
-    hidden_layers = _hidden_layers(nested if nested.get(_EAGLE_LAYERS) else facts, _EAGLE_LAYERS)
+    # Where both are, the nested ones count as SGLang does, from the outputs.
+    hidden_layers = _hidden_layers(facts if facts.get(_EAGLE_LAYERS) else nested, _EAGLE_LAYERS)
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     draft = facts.whole("draft_vocab_size", vocab, most=vocab)
     flags = {name: facts.flag(name, False) for name in ("fc_norm", "norm_output")}
@@ -642,6 +643,12 @@ def to_flat_eagle(config: EagleConfig, dtype: str) -> dict[str, Any]:
         **_flags(config),
         **_layer_ids(_EAGLE_LAYERS, config.hidden_layers),
     }
+
+
+def to_sglang(config: EagleConfig, dtype: str) -> dict[str, Any]:
+    """The flat layout as SGLang reads it, which counts outputs of layers from 0, in an object of its own."""
+    own = {"use_aux_hidden_state": True, _EAGLE_LAYERS: [*config.hidden_layers]}
+    return {**to_flat_eagle(config, dtype), "eagle_config": own}
 
 
 def flat_name(name: str) -> str:
