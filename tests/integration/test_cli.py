@@ -261,7 +261,6 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert said is not None
     took, brought, ratio = map(float, said.groups())
     assert brought / took == pytest.approx(ratio, rel=0.03)
-    assert "green: drafted by suffix+eagle:demo and accepted" in out  # what auto stands for
     code, out, _ = outpace(
         capsys, "generate", prompt, "--compare", "--json", "--max-tokens", "16", "-T", "1", "--seed", "3"
     )
@@ -271,6 +270,25 @@ def test_compare_says_identical_and_shows_both_speeds(capsys: pytest.CaptureFixt
     assert found["moved"] == (found["speedup"]["ratio"] > found["tokens_per_step"])
     assert found["speedup"]["ratio"] == found["decode_tokens_per_second"] / found["plain_decode_tokens_per_second"]
     assert found["control"]["low"] <= found["control"]["ratio"] <= found["control"]["high"]
+
+
+def test_compare_also_says_how_fast_an_answer_was_before_its_loop(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.cli.compare._PATIENCE", 0)  # one round
+    asked = ("generate", "--raw", "one two three four five six", "--ignore-eos", "--compare", "-d", "suffix")
+    whole = json.loads(outpace(capsys, *asked, "-n", "60", "--json")[1])
+    length = re.search(r"no loop .* in the (\d+) tokens", outpace(capsys, *asked, "-n", "60")[1])
+    without = whole["compare"]["without_loop"]
+    assert length is not None
+    assert without["tokens"] == int(length[1]) == 60 - whole["repeated_tail"]
+    _, out, _ = outpace(capsys, *asked, "-n", str(without["tokens"]), "--json")
+    alone = json.loads(out)
+    assert (alone["repeated_tail"], alone["token_ids"]) == (0, whole["token_ids"][: without["tokens"]])
+    assert alone["compare"]["without_loop"] is None
+    assert without["speedup"]["ratio"] == pytest.approx(
+        without["decode_tokens_per_second"] / without["plain_decode_tokens_per_second"]
+    )
 
 
 @pytest.mark.parametrize(("ratio", "moved"), [(1.0, False), (40.0, True)])

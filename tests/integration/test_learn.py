@@ -169,7 +169,10 @@ def test_what_cannot_be_recorded_is_said_before(
 )
 def test_a_race_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 30, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 90, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    for height, most in ((4, 3), (9, 8), (14, 13), (15, 14), (24, 14)):  # a line is the cursor's
+        monkeypatch.setenv("LINES", str(height))
+        assert len(_frame(lanes)) == most
     first, *lines = _frame(lanes)
     assert name in first
     assert max(map(len, (first, *lines))) <= columns
