@@ -94,11 +94,27 @@ def commands(group: Group | Command, *before: str) -> Iterator[tuple[str, ...]]:
             yield from commands(its, *before, group.name)
 
 
-@pytest.mark.parametrize("words", [words for name in NAMES for words in commands(command(name))], ids=" ".join)
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+EACH = [words for name in NAMES for words in commands(command(name))]
+GROUPS = [(name,) for name in NAMES if isinstance(command(name), Group)]
+
+
+@pytest.mark.parametrize("words", [(), *GROUPS, *EACH], ids=" ".join)
+def test_every_help_has_three_examples_that_mean_something(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A shell and then Outpace take each; two at least are of the command itself."""
+    monkeypatch.chdir(tmp_path)  # of files that --json would write
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = outpace(capsys, *words, "--help")
     assert code == 0
-    assert re.search(f"Examples?: outpace {' '.join(words)}", " ".join(out.split()))
+    examples = out.split("\nExamples:\n")[1].splitlines()
+    assert len(examples) >= 3
+    assert max(map(len, examples)) <= 80, "an example is one line that can be pasted"
+    for line in examples:
+        program, *rest = shlex.split(line.split(" < ")[0], comments=True)
+        assert program == "outpace"
+        assert callable(parse(rest))
+    assert sum(line.startswith(" ".join(["  outpace", *words])) for line in examples) >= 2
 
 
 def test_a_question_alone_is_answered_and_ollamas_words_are_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +122,7 @@ def test_a_question_alone_is_answered_and_ollamas_words_are_known(capsys: pytest
     again = outpace(capsys, "run", "demo", "Say hello to me.", "--json", "--max-tokens", "4")
     assert code == again[0] == 0
     assert json.loads(out)["token_ids"] == json.loads(again[1])["token_ids"]
-    for words, name in ((["run", "demo"], "chat"), (["run"], "chat"), (["list"], "cache"), (["ls"], "cache")):
+    for words, name in ((["run", "demo"], "chat"), (["run"], "chat"), (["ls"], "list"), (["rm", "a/b"], "cache")):
         assert chosen(words).name == name
         assert callable(parse(words))
     assert chosen(["Say\nhello."]).name == "generate"

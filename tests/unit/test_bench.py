@@ -281,6 +281,7 @@ def test_a_plot_has_every_drafter_and_category(tmp_path: Path, name: str) -> Non
         assert data.startswith(b"\x89PNG")
     else:
         assert all(f">{text}</text>".encode() in data for text in ("odd", "even", "all", "none", "ngram", "model", "3"))
+        assert [data.count(f">n = {n}</text>".encode()) for n in (3, 2, 1)] == [1, 1, 1]  # all, odd, even
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_with_the_remedy(

@@ -193,11 +193,13 @@ def _fitting(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _bars(configs: Sequence[Mapping[str, Any]], categories: Sequence[str], wide: int) -> Iterator[str]:
     """Decode speeds of all prompts, then by category, as bars in lines of at most ``wide`` characters."""
+    from outpace.measure.bench import interval
+
     names = [entry["name"] if len(entry["name"]) <= _NAME else entry["name"][: _NAME - 2] + ".." for entry in configs]
     groups = [("all", configs)]
     if len(categories) > 1:
         groups += [(name, [entry["by_category"][name] for entry in configs]) for name in categories]
-    intervals = [[_interval(figures) for figures in entries] for _, entries in groups]
+    intervals = [[interval(figures) for figures in entries] for _, entries in groups]
     most = max(max(each) for entries in intervals for each in entries)
     label, name = max(len(title) for title, _ in groups), max(map(len, names))
     room = max(wide - label - name - 13, 8)
@@ -205,14 +207,6 @@ def _bars(configs: Sequence[Mapping[str, Any]], categories: Sequence[str], wide:
         for i, (value, low, high) in enumerate(entries):
             drawn = bar(value, low, high, most, room).ljust(room)
             yield f"{'' if i else title:<{label}}  {names[i]:<{name}}  {drawn} {value:7.1f}"
-
-
-def _interval(figures: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Decode tokens/s, and where the interval of the speedup begins and ends on the same scale."""
-    speed, ratio = figures["decode_tokens_per_second"], figures["speedup"]
-    if not ratio["ratio"]:
-        return speed, speed, speed
-    return speed, speed * ratio["low"] / ratio["ratio"], speed * ratio["high"] / ratio["ratio"]
 
 
 def _loops(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -250,6 +244,6 @@ COMMAND = Command(
     "bench",
     run,
     "outpace bench --limit 6\n"
-    "outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json\n"
+    "outpace bench --prompts prompts.jsonl -d none -d ngram --json out.json\n"
     "outpace bench -m model.gguf -d none -d suffix -d auto -T 0.8 --plot speeds.svg",
 )

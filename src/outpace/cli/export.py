@@ -70,9 +70,23 @@ def q4(
 COMMAND = Group(
     "export",
     "Write a learned drafter for other programs, or smaller.",
-    "outpace export vllm drafter --model demo --out served",
+    "outpace export vllm drafter --model demo --out served\n"
+    "outpace export q4 drafter\n"
+    "outpace export q4 drafter --out small",
     (
-        Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),
-        Command("q4", q4, "outpace export q4 drafter --out small"),
+        Command(
+            "vllm",
+            vllm,
+            "outpace export vllm drafter --model demo --out served\n"
+            "outpace export vllm drafter -m Qwen/Qwen3-8B --tokens 3\n"
+            "outpace export vllm drafter -m model.gguf --verifier Qwen/Qwen3-8B",
+        ),
+        Command(
+            "q4",
+            q4,
+            "outpace export q4 drafter\n"
+            "outpace export q4 drafter --out small\n"
+            "outpace export q4 drafter --json made.json",
+        ),
     ),
 )

@@ -160,4 +160,10 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-COMMAND = Command("race", run, "outpace race\noutpace race 'Why is the sky blue?' -d suffix+eagle:demo -n 120")
+COMMAND = Command(
+    "race",
+    run,
+    "outpace race\n"
+    "outpace race 'Why is the sky blue?' -d suffix+eagle:demo -n 120\n"
+    "outpace race 'Tell me a story.' -m model.gguf -T 0.8 --seed 1",
+)

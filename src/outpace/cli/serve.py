@@ -157,4 +157,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
 
 _SWITCH = 0.0005  # seconds that a thread keeps the interpreter from others: a request changes threads ten times
 
-COMMAND = Command("serve", run, "outpace serve -m demo --port 8000")
+COMMAND = Command(
+    "serve",
+    run,
+    "outpace serve -m demo --port 8000\n"
+    "outpace serve -m model.gguf -d suffix --host 0.0.0.0 --api-key-file keys.txt\n"
+    "outpace serve -m demo --replicas 2",
+)
