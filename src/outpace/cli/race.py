@@ -130,7 +130,8 @@ def _show(lanes: list[Lane], shown: int) -> int:
     """Draw both over what was drawn last; how many lines that were."""
     lines = _frame(lanes)
     shown = min(shown, shutil.get_terminal_size().lines - 1)  # those above have left the terminal that was made smaller
-    sys.stdout.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(lines) + "\n")
+    # Line by line: a terminal that is erased as a whole may keep what stood there in its history.
+    sys.stdout.write((f"\x1b[{shown}A" if shown else "") + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
     sys.stdout.flush()
     return len(lines)
 
