@@ -14,10 +14,11 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from outpace.cli import chat
+from outpace.cli import chat, terminal
 from outpace.engine.engine import Engine
 from outpace.params import Message, SamplingParams
 
@@ -99,8 +100,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return running[-1]
 
     yield begun
-    for terminal in running:
-        terminal.close()
+    for each in running:
+        each.close()
 
 
 def test_lines_are_edited_and_found_again(start: Start) -> None:
@@ -191,15 +192,49 @@ def test_each_piece_has_the_colour_of_who_wrote_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop: tuple[str, ...]
 ) -> None:
     """As the result tells it afterwards, also where a stop string holds text back."""
-    monkeypatch.setattr(chat, "coloured", lambda text, colour: f"<{text}>")
+    monkeypatch.setattr(terminal, "coloured", lambda text, colour: f"<{colour} {text}>")
     asked: list[Message] = [{"role": "user", "content": "Repeat three times: the quick brown fox, the quick red fox."}]
     params = SamplingParams(max_tokens=40, ignore_eos=True, stop=stop, min_tokens=16)
     with Engine.load("demo", drafter="suffix", size=3) as engine:
-        written = chat.Written(engine, params)
+        written = chat.Written(engine, params, terminal.Colours("recycle+suffix"))
         for delta in engine.stream(asked, params):
             written(delta)
             result = delta.result
     assert result is not None
     assert {source for _, source in result.pieces} == {"suffix", "target"}
-    expected = "".join(text if source == "target" else f"<{text}>" for text, source in result.pieces)
-    assert capsys.readouterr().out.replace("><", "") == expected.replace("><", "")
+    expected = "".join(text if source == "target" else f"<cyan {text}>" for text, source in result.pieces)
+    assert capsys.readouterr().out.replace("><cyan ", "") == expected.replace("><cyan ", "")
+
+
+def test_colours_tell_drafters_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", Mock(isatty=lambda: True))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colours = terminal.Colours("suffix+eagle:demo")
+    shown = [colours.written("a", source) for source in ("target", "suffix", "eagle:demo", "ngram")]
+    assert shown == ["a", f"{GREEN}a\x1b[0m", "\x1b[36ma\x1b[0m", "\x1b[35ma\x1b[0m"]
+    assert re.sub(r"\x1b\[\d+m", "", colours.legend) == (
+        "green: drafted by suffix; cyan: drafted by eagle:demo; magenta: drafted by ngram; the rest: the model's own"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert colours.written("a", "suffix") == "a"
+
+
+def test_a_bar_moves_while_a_long_prompt_is_read(start: Start) -> None:
+    """As far as the KV that is written; what is known already is not counted, and short prompts draw none."""
+    talk = start("-n", "4", "--ignore-eos", "--threads", "1")
+    talk.keys("Say hello.\r")
+    assert "reading" not in talk.wait("cut off after 4 tokens")
+    talk.wait(f"\n[^\n]*{PROMPT}")
+    talk.keys("/system " + "The sky is wide and blue. " * 150 + "\r")  # a terminal's line has up to 4,096 bytes
+    talk.wait("started over")
+    talk.wait(f"\n[^\n]*{PROMPT}")
+    talk.keys("Say hello.\r")
+    shown = talk.wait("cut off after 4 tokens")
+    shares = [int(share) for share in re.findall(r"reading [#-]{30} +(\d+)%", shown)]
+    assert shares[0] == 0
+    assert shares == sorted(shares)
+    assert any(0 < share < 100 for share in shares), shares
+    assert shown.rindex("\r\x1b[K") > shown.rindex("reading"), "the bar is gone before the answer"
+    talk.keys(CTRL_D)
+    assert talk.end() == 0

@@ -16,6 +16,7 @@ from outpace import SamplingParams
 from outpace.cli.race import Lane, _frame
 from outpace.control.cost import WIDTHS, Cost
 from outpace.measure.learn import page, recorded
+from outpace.measure.learn.record import CODE, STORY
 from outpace.measure.plan import expected_tokens
 from outpace.measure.trace import tracing
 from outpace.measure.view import write
@@ -164,12 +165,38 @@ def test_what_cannot_be_recorded_is_said_before(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_recorded_here_is_what_the_model_decodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run's steps add up to its tokens, which are those that outpace generate gives; the page holds the runs."""
+    monkeypatch.chdir(tmp_path)
+    code, _, said = outpace(
+        capsys, "learn", "--record", "-d", "ngram", "-o", "page.html", "--data", "runs.json", "--json"
+    )
+    assert (code, "recording ngram: greedy" in said) == (0, True)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert set(runs["who"]) == {"none", "ngram"}
+    assert json.dumps(runs["who"]["ngram"]["tokens"])[1:-1] in (tmp_path / "page.html").read_text().replace(",", ", ")
+    _, out, _ = outpace(capsys, "generate", CODE, "-d", "none", "-n", "64", "--json")
+    _, sampled, _ = outpace(capsys, "generate", STORY, "-d", "none", "-n", "24", "-T", "0.8", "--seed", "3", "--json")
+    greedy, drawn = json.loads(out)["token_ids"], json.loads(sampled)["token_ids"]
+    for run in (*runs["who"].values(), runs["greedy"], runs["tree"]):
+        assert run["tokens"] == greedy[: len(run["tokens"])]
+    assert runs["coupled"]["tokens"] == runs["sampled"]["tokens"] == drawn
+    for run in (runs["tree"], runs["coupled"], *runs["who"].values(), *runs["rejection"].values()):
+        gained = [token for step in run["steps"] for token in step["v"]]
+        assert gained[: len(run["tokens"])] == run["tokens"]
+
+
 @pytest.mark.parametrize(
     ("columns", "name"), [(20, "plain"), (40, "plain"), (80, "suffix+eagle"), (120, "suffix+eagle:demo:")]
 )
 def test_a_race_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 30, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    lanes = [Lane(each, Mock(), 0, 1.5, "once upon a time " * 90, [1] * 40) for each in ("suffix+eagle:demo", "plain")]
+    for height, most in ((4, 3), (9, 8), (14, 13), (15, 14), (24, 14)):  # a line is the cursor's
+        monkeypatch.setenv("LINES", str(height))
+        assert len(_frame(lanes)) == most
     first, *lines = _frame(lanes)
     assert name in first
     assert max(map(len, (first, *lines))) <= columns

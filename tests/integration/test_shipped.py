@@ -37,6 +37,7 @@ from outpace.models.options import LoadOptions
 from tests import eagles
 from tests.driving import finished
 from tests.integration.conftest import SIZES, VOCAB
+from tests.integration.test_cli import outpace
 from tests.native.native_helpers import Tiny
 
 
@@ -202,6 +203,21 @@ def test_a_model_loads_where_the_draft_model_that_was_measured_is_gone(
     assert measured.keep("demo", LoadOptions(), numbers, "model:/nowhere.gguf", 8) is not None
     with Engine.load("demo", threads=1) as engine:
         assert engine.drafter.name == AUTO
+        assert "2.00 times" not in engine.drafter.why, "figures of a drafter that is not there"
+        assert "model:/nowhere.gguf cannot be used: " in engine.drafter.why
+
+
+def test_what_auto_remembers_is_listed_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    numbers = {"ratio": 2.0, "low": 1.8, "high": 2.2, "tokens_per_step": 2.5}
+    measured.keep("demo", LoadOptions(), numbers, "ngram", 8)
+    _, out, _ = outpace(capsys, "cache")
+    assert "auto  ngram beside demo: measured on " in out
+    _, out, _ = outpace(capsys, "cache", "--forget", "--json")
+    assert (json.loads(out)["forgotten"], json.loads(out)["measured"]) == (1, [])
+    assert measured.known("demo", LoadOptions()) is None
 
 
 def test_four_bits_draft_what_the_original_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,38 @@ def test_figures_are_given_without_answers_that_end_in_a_loop_too(capsys: pytest
     assert "without these answers: ngram 2.00x, 1.91 tokens/step" in out
 
 
+@pytest.mark.parametrize("columns", [40, 80, 132])
+def test_bars_are_as_long_as_speeds_and_their_intervals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """In what room there is, to a character; names that are longer are cut, and a table loses columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    bench = bench_of()
+    bench.configurations = bench.configurations[:2]
+    bench.runs = [
+        run_of(name, 20, 10, seconds + i / 4) for i in range(3) for name, seconds in (("none", 2.0), ("ngram", 1.0))
+    ]
+    configs = bench.report()
+    configs[1]["name"] = "ngram:min=2,max=5,and=much,more"
+    head = {"model": "toy", "backend": "native", "dtype": "q", "threads": 1, "max_tokens": 9, "temperature": 0.0}
+    show({**head, "acceptance": "coupled", "configs": configs, "control": configs[0], "runs": []}, promised=True)
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert ("end-to-end  tokens/step" in out) is (columns == 132)
+    drawn = [re.fullmatch(r"(?:all|   )  (\S+ *)  (#*)(-*)\|(-*) +([\d.]+)", line) for line in out.splitlines()]
+    plain, drafted = [line for line in drawn if line is not None]
+    assert (plain[1].strip(), drafted[1]) == ("none", "ngram:min=2,max=5,and=..")
+    ratio = configs[1]["speedup"]
+    speeds = [ratio[end] * float(plain[5]) for end in ("low", "ratio", "high")]
+    assert plain[3] == plain[4] == ""
+    assert float(drafted[5]) == pytest.approx(speeds[1], rel=0.02)
+    room = max(columns - 40, 8)
+    lengths = [len(drafted[2]) + 1, len(drafted[2] + drafted[3]) + 1, len(drafted[2] + drafted[3] + drafted[4]) + 1]
+    assert lengths == pytest.approx([room * speed / speeds[2] for speed in speeds], abs=1)
+    assert max(len(line) for line in out.splitlines() if "|" in line) <= max(columns, 48)
+
+
 def test_the_examples_are_24_in_six_categories_and_the_default() -> None:
     rows = read_prompts(None)
     assert len({row.id for row in rows}) == len(rows) == 24
@@ -249,6 +281,7 @@ def test_a_plot_has_every_drafter_and_category(tmp_path: Path, name: str) -> Non
         assert data.startswith(b"\x89PNG")
     else:
         assert all(f">{text}</text>".encode() in data for text in ("odd", "even", "all", "none", "ngram", "model", "3"))
+        assert [data.count(f">n = {n}</text>".encode()) for n in (3, 2, 1)] == [1, 1, 1]  # all, odd, even
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_with_the_remedy(

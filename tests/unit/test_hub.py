@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,3 +196,50 @@ def test_downloads_are_listed_and_removed_by_name(
     assert [its["name"] for its in told["downloads"]] == [f"{REPO}:Q8_0"]
     assert (gone.exists(), gone.is_symlink(), kept.is_file()) == (False, False, True)
     assert from_name(f"{REPO}:Q4_K_M").read_bytes() == CONTENT  # it comes again when it is asked for
+
+
+def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, str, str]:
+    monkeypatch.setattr(sys, "argv", ["outpace", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return (left.value.code, *capsys.readouterr())
+
+
+def test_models_are_pulled_listed_and_removed_as_in_ollama(
+    fake: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the hub's door, each a line; Hugging Face's own tool finds the same files, of the same sizes."""
+    from huggingface_hub import scan_cache_dir
+
+    fake.files["other/plain"] = {"config.json": b"{}", "model.safetensors": CONTENT, "README.md": b"read"}
+    for asked, name in ((f"hf.co/{REPO}:Q4_K_M", f"{REPO}:Q4_K_M"), ("other/plain", "other/plain")):
+        code, out, _ = ran(capsys, monkeypatch, "pull", asked)
+        assert code == 0
+        assert f"to talk to it: outpace run {name}\n" in out
+        assert re.match(rf"{re.escape(name)}: 10\.0 KiB in {tmp_path}/hub/models--", out)
+    files = len([path for path in fake.paths() if "/resolve/" in path])
+    ran(capsys, monkeypatch, "pull", f"{REPO}:Q4_K_M")
+    assert len([path for path in fake.paths() if "/resolve/" in path]) == files, "what is there came again"
+    code, out, _ = ran(capsys, monkeypatch, "list")
+    rows = {line.split()[0]: line for line in out.splitlines()[2:]}
+    assert re.fullmatch(rf"{REPO}:Q4_K_M +Q4_K_M +10\.0 KiB +\d+ seconds? ago", rows[f"{REPO}:Q4_K_M"])
+    assert re.fullmatch(r"other/plain +safetensors +10\.0 KiB +\d+ seconds? ago", rows["other/plain"])
+    listed = {each["name"]: each["bytes"] for each in json.loads(ran(capsys, monkeypatch, "ls", "--json")[1])["models"]}
+    scanned = {repo.repo_id: repo.size_on_disk for repo in scan_cache_dir(tmp_path / "hub").repos}
+    assert (listed[f"{REPO}:Q4_K_M"], listed["other/plain"]) == (scanned[REPO], scanned["other/plain"])
+    assert ran(capsys, monkeypatch, "rm", "other/plain")[0] == 0
+    assert "other/plain" not in ran(capsys, monkeypatch, "list")[1]
+
+
+def test_without_a_network_a_pull_says_what_to_do(
+    fake: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for name, says in (
+        (f"{REPO}:Q4_K_M", "Connection refused): check the connection and HF_ENDPOINT, and try again"),
+        ("other/plain", "Connection refused): check the name, --revision and the connection, or use a local folder or"),
+        ("llama3.2:1b", "Ollama's own names are not known here: give user/repo:Q4_K_M"),
+    ):
+        code, out, err = ran(capsys, monkeypatch, "pull", name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert says in err

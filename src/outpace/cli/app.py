@@ -13,7 +13,7 @@ GROUPS = {  # each name the module outpace.cli.NAME, whose COMMAND it is
     "understand": ("learn", "race"),
     "check and look inside": ("verify", "trace", "explain"),
     "make drafters": ("datastore", "train", "export"),
-    "this machine": ("cache", "doctor"),
+    "this machine": ("pull", "list", "cache", "doctor"),
 }
 NAMES = tuple(name for names in GROUPS.values() for name in names)
 _REMEDY = ": a command comes first, as in outpace generate 'Hello?' -m demo; text with spaces, quoted, needs none"
@@ -42,7 +42,7 @@ def chosen(arguments: Sequence[str]) -> Command:
 
 
 def _ours(arguments: Sequence[str]) -> Sequence[str]:
-    """A command line as ours: a question alone is answered, and Ollama's ``run`` and ``list`` are known."""
+    """A command line as ours: a question alone is answered, and Ollama's ``run``, ``ls`` and ``rm`` are known."""
     match list(arguments):
         case [question, *rest] if len(question.split()) > 1 and not question.startswith("-"):
             return ["generate", question, *rest]
@@ -52,8 +52,10 @@ def _ours(arguments: Sequence[str]) -> Sequence[str]:
             return ["chat", "-m", model, *rest]
         case ["run", *rest]:
             return ["chat", *rest]
-        case ["list" | "ls", *rest]:
-            return ["cache", *rest]
+        case ["ls", *rest]:
+            return ["list", *rest]
+        case ["rm", model, *rest] if not model.startswith("-"):
+            return ["cache", "--remove", model, *rest]
     return arguments
 
 

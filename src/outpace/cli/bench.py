@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command, Interrupted
 from outpace.cli.options import ACCEPTANCE, LIMIT, PROMPTS_OR_OURS, SIZE, Common, Load
-from outpace.cli.terminal import table
+from outpace.cli.terminal import bar, columns, folded, table
 from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from outpace.measure.bench import Bench
     from outpace.measure.prompts import PromptRow
 
-_COLUMNS = ("decode tok/s", "end-to-end tok/s", "tokens/step", "accepted", "speedup (95 %)", "identical")
+_COLUMNS = ("decode", "end-to-end", "tokens/step", "accepted", "speedup (95 %)", "identical")
+_LESS = ("end-to-end", "accepted")  # columns that a narrow terminal does without
+_NAME = 24  # characters of a name beside a bar
 _MOVED = "!"  # beside a ratio that drafting cannot explain
 
 
@@ -136,7 +138,7 @@ def _head(bench: Bench) -> dict[str, Any]:
 
 
 def show(value: dict[str, Any], *, promised: bool) -> None:
-    """Print the table of ``value`` (what ``--json`` writes), then every difference.
+    """Print the table of ``value`` (what ``--json`` writes), bars of its speeds, then every difference.
 
     ``promised``: whether identical tokens were (not under rejection, unless greedy).
     """
@@ -144,11 +146,12 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
     from outpace.measure.same import Difference
 
     configs = value["configs"]
-    print(
+    about = (
         f"{value['model']}, {value['backend']} {value['dtype']}, {value['threads']} threads, "
         f"{configs[0]['prompts']} answers of at most {value['max_tokens']} tokens, "
         f"temperature {value['temperature']:g}, {value['acceptance']}"
     )
+    print(folded(about))
     categories = list(configs[0]["by_category"])
     rows = []
     for category in [None, *(categories if len(categories) > 1 else [])]:
@@ -156,23 +159,54 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
             figures = entry if category is None else entry["by_category"][category]
             cells = _cells(figures, promised, drafts=entry["size"] != 0)
             rows.append(["" if i else category or "all", entry["name"], *cells])
-    print(table(("category", "drafter", *_COLUMNS), rows, left=2))
+    print(_fitting(("category", "drafter", *_COLUMNS), rows))
+    print("\n" + "\n".join(_bars(configs, categories, columns())) + "\n")
     first, control = configs[0]["name"], value["control"]["speedup"]
-    print(f"speedup: decode tok/s over those of {first}; in brackets: 95 % over prompts")
-    print(f"{first} against {first}, as a control: {written(control)}; 1.00x would be a machine of constant speed")
-    for line in _loops(configs):
-        print(line)
+    notes = [
+        f"decode, end-to-end, bars: tokens/s; speedup: decode over {first}'s; in brackets and -|-: 95 % over prompts",
+        f"{first} against {first}, as a control: {written(control)}; 1.00x would be a machine of constant speed",
+        *_loops(configs),
+    ]
     if any(cells[-2].endswith(_MOVED) for cells in rows):
-        print(f"{_MOVED} more than its tokens a step can give: the machine's speed changed between the runs")
-    for note in filter(None, (doubt(entry["name"], entry) for entry in configs)):
-        print(note)
+        notes.append(f"{_MOVED} more than its tokens a step can give: the machine's speed changed between the runs")
+    notes += filter(None, (doubt(entry["name"], entry) for entry in configs))
     if not promised:
-        print(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
+        notes.append(f"{value['acceptance']} does not promise the same tokens: see docs/exactness.md")
+    for note in notes:
+        print(folded(note))
+    if not promised:
         return
     for run in value["runs"]:
         if (parted := run["difference"]) is not None:
             found = Difference(parted["what"], parted["index"], tuple(parted["tokens"]), parted["gap"])
-            print(f"{run['config']}, prompt {run['id']}, turn {run['turn'] + 1}: {found}")
+            print(folded(f"{run['config']}, prompt {run['id']}, turn {run['turn'] + 1}: {found}"))
+
+
+def _fitting(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table, on a terminal without what it has no room for."""
+    whole = table(head, rows, left=2)
+    if not sys.stdout.isatty() or len(whole.splitlines()[1]) <= columns():
+        return whole
+    kept = [i for i, name in enumerate(head) if name not in _LESS]
+    return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows], left=2)
+
+
+def _bars(configs: Sequence[Mapping[str, Any]], categories: Sequence[str], wide: int) -> Iterator[str]:
+    """Decode speeds of all prompts, then by category, as bars in lines of at most ``wide`` characters."""
+    from outpace.measure.bench import interval
+
+    names = [entry["name"] if len(entry["name"]) <= _NAME else entry["name"][: _NAME - 2] + ".." for entry in configs]
+    groups = [("all", configs)]
+    if len(categories) > 1:
+        groups += [(name, [entry["by_category"][name] for entry in configs]) for name in categories]
+    intervals = [[interval(figures) for figures in entries] for _, entries in groups]
+    most = max(max(each) for entries in intervals for each in entries)
+    label, name = max(len(title) for title, _ in groups), max(map(len, names))
+    room = max(wide - label - name - 13, 8)
+    for (title, _), entries in zip(groups, intervals, strict=True):
+        for i, (value, low, high) in enumerate(entries):
+            drawn = bar(value, low, high, most, room).ljust(room)
+            yield f"{'' if i else title:<{label}}  {names[i]:<{name}}  {drawn} {value:7.1f}"
 
 
 def _loops(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -210,6 +244,6 @@ COMMAND = Command(
     "bench",
     run,
     "outpace bench --limit 6\n"
-    "outpace bench --prompts prompts.jsonl --limit 24 -d none -d ngram --json out.json\n"
+    "outpace bench --prompts prompts.jsonl -d none -d ngram --json out.json\n"
     "outpace bench -m model.gguf -d none -d suffix -d auto -T 0.8 --plot speeds.svg",
 )

@@ -1,7 +1,8 @@
-"""``outpace cache``: what is kept so that models start at once: files from a hub, and packed weights."""
+"""``outpace cache``: what is kept so that models start at once: files from a hub, packed weights, measured drafters."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,19 +21,22 @@ def run(
     remove: Annotated[
         list[str] | None, option("Delete a download: user/repo:Q4_K_M, or user/repo. Repeatable.", metavar="NAME")
     ] = None,
+    forget: Annotated[
+        bool, option("Forget which drafters outpace drafters --measure found fastest: auto is as before.")
+    ] = False,
 ) -> int:
-    """List downloads and the packed weights that are kept, or delete them. OUTPACE_CACHE is the folder of both,
-    OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
+    """List downloads, the packed weights that are kept and the drafters that auto stands for, or delete them.
+    OUTPACE_CACHE is the folder of all but downloads, OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
     if cache_dir is not None:
         return _prompts(cache_dir, clear, common)
     from outpace.common.units import format_bytes
+    from outpace.drafters import measured
     from outpace.models.native import weight_cache
-
-    """List GGUF files from a hub, which HF_HOME has, and packed weights, or delete them. OUTPACE_CACHE is the folder of
-    packed weights, OUTPACE_WEIGHT_CACHE another one, or 0 for none."""
     from outpace.models.weights import downloads
 
     removed = downloads.remove(remove) if remove else None
+    forgotten = measured.forget() if forget else None
+    remembered = measured.entries()
     fetched = downloads.found()
     where, limit = weight_cache.folder(), weight_cache.limit()
     freed = weight_cache.clear(where) if clear and where is not None else None
@@ -43,13 +47,19 @@ def run(
         ]
         named = [{"name": e.name, "path": str(e.paths[0]), "bytes": e.bytes, "whole": e.whole} for e in fetched]
         packed = {"folder": where and str(where), "limit": limit, "freed": freed, "files": files}
-        if common.emit({**packed, "removed": removed, "downloads": named}):
+        autos = [{"path": str(path), "model": name, **asdict(best)} for path, name, best in remembered]
+        listed = {"removed": removed, "downloads": named, "forgotten": forgotten, "measured": autos}
+        if common.emit({**packed, **listed}):
             return 0
     if removed is not None:
         print(f"{format_bytes(removed)} removed")
     for each in fetched:
         print(f"{format_bytes(each.bytes):>10}  {'download' if each.whole else 'cut off':<8}  {each.name}")
     print(f"{format_bytes(sum(each.bytes for each in fetched)):>10}  from hubs in {downloads.folder()}")
+    if forgotten is not None:
+        print(f"{forgotten} measured {'drafter' if forgotten == 1 else 'drafters'} forgotten")
+    for _, name, best in remembered:
+        print(f"{'auto':>10}  {best.spec or 'suffix'} beside {name}: {best.why}")
     if where is None:
         print("no packed weights are kept (OUTPACE_WEIGHT_CACHE=0)")
         return 0
@@ -84,4 +94,10 @@ def _prompts(folder: Path, clear: bool, common: Common) -> int:
     return 0
 
 
-COMMAND = Command("cache", run, "outpace cache --clear")
+COMMAND = Command(
+    "cache",
+    run,
+    "outpace cache\n"
+    "outpace cache --clear  # packed weights; --forget: what auto stands for\n"
+    "outpace cache --remove user/repo:Q4_K_M",
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Unbounded, system_message
 from outpace.cli.summary import cautions
-from outpace.cli.terminal import coloured, has_colours, interruptible, line_editing, reading_text
+from outpace.cli.terminal import Colours, coloured, folded, has_colours, interruptible, line_editing, reading_text
 from outpace.common.files import cache_dir, write_json
 from outpace.common.parameter import option
 from outpace.errors import OutpaceError, ParameterError
@@ -61,9 +61,9 @@ def run(
         chat = Chat(engine, system)
         turns: list[dict[str, Any]] = []
         if person and shown:
-            print(f"{load.model}: /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
+            print(folded(f"{load.model}: /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves"))
             if has_colours() and chat.drafter != "none":
-                print(f"{coloured('green', 'green')}: drafted by {chat.drafter}; the rest: the model's own")
+                print(folded(chat.colours.legend))
         while (text := _next("> " if person and shown else "", person)) is not None:
             with interruptible() as stopped:
                 result = _turn(chat, text, params, stopped, shown=shown, person=person)
@@ -90,7 +90,9 @@ def _turn(
         return None
     written = chat.written(params) if shown else _ignored
     try:
-        result = chat.talk.say(text, params, drafter=chat.drafter, on_delta=written, stopped=stopped)
+        result = chat.talk.say(
+            text, params, drafter=chat.drafter, on_delta=written, stopped=stopped, watched=shown and person
+        )
     except OutpaceError as error:
         print(f"outpace: {error.spelled(COMMAND.spell)} (or /clear)", file=sys.stderr)
         return None
@@ -98,36 +100,35 @@ def _turn(
     if shown:
         print(flush=True)
         for line in [*([_speed(result)] if person else []), *_notes(result, params)]:
-            print(coloured(f"[{line}]", "dim", sys.stderr), file=sys.stderr)
+            print(coloured(folded(f"[{line}]", sys.stderr), "dim", sys.stderr), file=sys.stderr)
         if result.error:
             print(f"outpace: {result.error}", file=sys.stderr)
     return result
 
 
 class Written:
-    """Prints an answer as it comes, with what a drafter wrote in green."""
+    """Prints an answer as it comes, each piece in the colour of the drafter that wrote it."""
 
-    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, colours: Colours) -> None:
         from outpace.text.answer import TextReader, TextState
 
         self._reader = TextReader(engine.tokenizer, skip_special=params.skip_special_tokens)
-        self._state = TextState()
+        self._state, self._colours = TextState(), colours
         self._waiting: deque[tuple[str, str]] = deque()  # text by source that may be part of a stop string
 
     def __call__(self, delta: Delta) -> None:
         for token, source in zip(delta.token_ids, delta.sources, strict=True):
             self._state, text = self._reader.add(self._state, token)
             self._waiting.append((text, source))
-        left, pieces = delta.text, list[tuple[bool, str]]()  # whether a drafter wrote it, and what
+        left, pieces = delta.text, list[tuple[str, str]]()  # who wrote it, and what
         while left:
             text, source = self._waiting.popleft() if self._waiting else (left, "target")
             piece, left, later = left[: len(text)], left[len(text) :], text[len(left) :]
             if later:
                 self._waiting.appendleft((later, source))
-            pieces.append((source != "target", piece))
-        for drafted, found in groupby(pieces, key=itemgetter(0)):
-            whole = "".join(piece for _, piece in found)
-            print(coloured(whole, "green") if drafted and whole else whole, end="")
+            pieces.append((source, piece))
+        for source, found in groupby(pieces, key=itemgetter(0)):
+            print(self._colours.written("".join(piece for _, piece in found), source), end="")
         sys.stdout.flush()
 
 
@@ -161,6 +162,7 @@ class Chat:
         self._engine, self._system = engine, system
         self._begin: Callable[[], Conversation] = lambda: Conversation(engine, system_message(self._system))
         self.drafter = engine.drafter.name
+        self.colours = Colours(self.drafter)
         self.last: Result | None = None
         self.talk = self._begin()
 
@@ -179,7 +181,7 @@ class Chat:
 
     def written(self, params: SamplingParams) -> Written:
         """What shows the next answer."""
-        return Written(self._engine, params)
+        return Written(self._engine, params, self.colours)
 
     def help(self, _: str) -> str:
         return _HELP
@@ -201,7 +203,9 @@ class Chat:
                 f"{name} is not loaded: choose one of {', '.join(there)}, or start with --more-drafter"
             )
         self.drafter = name or self.drafter
-        return f"{self.drafter} drafts; there are {', '.join(there)}"
+        self.colours = Colours(self.drafter)
+        told = f"{self.drafter} drafts; there are {', '.join(there)}"
+        return f"{told}\n{self.colours.legend}" if has_colours() and self.drafter != "none" else told
 
     def stats(self, _: str) -> str:
         if self.last is None:

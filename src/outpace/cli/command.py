@@ -65,6 +65,8 @@ class Command:
         option = next((name for name in names if name.startswith("--")), None)
         if option is None and argument.name == "raw":  # another command does it
             return "outpace generate --raw"
+        if option is None and argument.name == "model" and argument.has_value:  # it is the word behind the command
+            return str(argument.value)
         if option is None or argument.value is False or argument.value is None:
             return str(argument)
         if not argument.has_value or argument.value is True:

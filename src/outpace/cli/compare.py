@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli.options import Common
 from outpace.cli.summary import cautions, seed_of, show_scores
-from outpace.cli.terminal import coloured
+from outpace.cli.terminal import Colours, coloured, folded, has_colours
 
 if TYPE_CHECKING:
     from outpace.common.arrays import I32
@@ -36,12 +36,25 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
     params = params.with_(seed=fresh_seed() if params.seed is None else params.seed)
     row = PromptRow("prompt", "all", ("",), token_ids=tuple(tokens.tolist()))
     ways = [Configuration("plain", engine, {"drafter": False}), Configuration("drafted", engine)]
-    bench, begun, rounds = Bench(ways, params, control=True), time.perf_counter(), 0
-    while not rounds or (rounds < _ROUNDS and time.perf_counter() - begun < _PATIENCE):
-        bench.run([row], 1, lambda _: None)
-        rounds += 1
+    bench, begun = Bench(ways, params, control=True), time.perf_counter()
+
+    def repeat(bench: Bench) -> int:
+        rounds = 0
+        while not rounds or (rounds < _ROUNDS and time.perf_counter() - begun < _PATIENCE):
+            bench.run([row], 1, lambda _: None)
+            rounds += 1
+        return rounds
+
+    rounds = repeat(bench)
     plain, drafted, control = (bench.figures(name) for name in ("plain", "drafted", CONTROL))
     first = bench.runs[1]
+    before = first.result.completion_tokens - first.loop
+    without = None
+    if first.loop and before > 1:  # the same answer, ended where the loop begins
+        short = Bench(ways, params.with_(max_tokens=before, min_tokens=0))
+        repeat(short)
+        without = {"tokens": before, **_speeds(short.figures("drafted"))}
+        without["plain_decode_tokens_per_second"] = short.figures("plain")["decode_tokens_per_second"]
     result, difference = first.result, first.difference
     found = {
         "identical": difference is None,
@@ -49,40 +62,48 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
         "rounds": rounds,
         "plain_decode_tokens_per_second": plain["decode_tokens_per_second"],
         "control": control["speedup"],
-        **{
-            name: drafted[name]
-            for name in ("decode_tokens_per_second", "speedup", "moved", "tokens_per_step", "acceptance_rate")
-        },
+        **_speeds(drafted),
+        "without_loop": without,
     }
     code = 0 if difference is None or difference.near_tie else 1
     if common.emit({**report(engine, result), "compare": found}):
         return code
+    colours = Colours(result.drafter)
     for piece, source in result.pieces:
-        print(piece if source == "target" else coloured(piece, "green"), end="")
+        print(colours.written(piece, source), end="")
     print("\n")
     show_scores(result)
-    green, info = coloured("green", "green"), engine.model.info
-    print(f"{green}: drafted by {result.drafter} and accepted; the rest: the model's own")
+    info = engine.model.info
+    if has_colours() and result.drafter != "none":
+        print(folded(colours.legend))
     wide = max(12, len(result.drafter))
     for name, figures, more in (
         ("plain", plain, f"({info.name}, {info.backend} {info.dtype})"),
         (result.drafter, drafted, f"{written(drafted['speedup'])} plain's speed"),
         ("plain again", control, f"{written(control['speedup'])}: what the machine alone does to a ratio"),
     ):
-        print(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}")
+        print(folded(f"{name:<{wide}} {figures['decode_tokens_per_second']:7.1f} tokens/s   {more}"))
     count = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
-    print(f"{'figures':<{wide}} pooled over the same {count}; in brackets: 95 % over rounds")
+    print(folded(f"{'figures':<{wide}} pooled over the same {count}; in brackets: 95 % over rounds"))
     if result.drafter != "none":
         stats = pooled(run.result.stats for run in bench.runs if run.configuration == "drafted")
         for line in _why(drafted, stats):
-            print(f"{'why':<{wide}} {line}")
+            print(folded(f"{'why':<{wide}} {line}"))
     for line in (*seed_of(params), *cautions(result, params), *result.notes):
-        print(f"{'note':<{wide}} {line}")
+        print(folded(f"{'note':<{wide}} {line}"))
+    if without is not None:
+        ratio, tokens = written(without["speedup"]), without["tokens_per_step"]
+        print(f"{'no loop':<{wide}} {ratio}, {tokens:.2f} tokens a step in the {before} tokens before the loop")
     if moved := doubt(result.drafter, drafted):
-        print(coloured(moved, "yellow"))
+        print(coloured(folded(moved), "yellow"))
     same = f"identical: {result.completion_tokens} tokens" if difference is None else str(difference)
     print(coloured(same, "bold green" if difference is None else "red" if code else "yellow"))
     return code
+
+
+def _speeds(figures: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("decode_tokens_per_second", "speedup", "moved", "tokens_per_step", "acceptance_rate")
+    return {name: figures[name] for name in names}
 
 
 def _why(drafted: Mapping[str, Any], stats: Stats) -> Iterator[str]:

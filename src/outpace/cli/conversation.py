@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from outpace.common.arrays import I32
+from outpace.common.progress import progress
 from outpace.engine.engine import Engine
 from outpace.engine.results import Delta, Result
 from outpace.params import SamplingParams
@@ -32,13 +33,15 @@ class Conversation:
         drafter: str | None = None,
         on_delta: Callable[[Delta], None] = lambda delta: None,
         stopped: Callable[[], bool] = lambda: False,
+        watched: bool = False,
     ) -> Result:
         """Add a user's turn and return the answer; ``drafter`` as in ``Engine.prepare``. ``on_delta`` is called with
-        each part of the answer; ``stopped`` is asked before each step, and ends it. Raises ParameterError; then, and
-        where it was stopped before its first token, the turn is forgotten."""
+        each part of the answer; ``stopped`` is asked before each step, and ends it. ``watched``: draw a bar while a
+        long prompt is read. Raises ParameterError; then, and where it was stopped before its first token, the turn is
+        forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
         rendered, ids = self.encode(messages)
-        result = self._answer(ids, params, drafter, on_delta, stopped)
+        result = self._answer(ids, params, drafter, on_delta, stopped, watched)
         if result.finish_reason == "cancelled" and not result.token_ids:
             return result
         self._messages = [*messages, {"role": "assistant", "content": result.text}]
@@ -65,15 +68,32 @@ class Conversation:
 
     def _answer(
         self, ids: I32, params: SamplingParams, drafter: str | None, on_delta: Callable[[Delta], None],
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool], watched: bool,
     ) -> Result:  # fmt: skip
-        request = self._engine.add(ids.tolist(), params, drafter=drafter)
+        prepared = self._engine.prepare(ids.tolist(), params, drafter=drafter)
+        request, row = self._engine.submit(prepared), prepared.sequences[0]
+
+        def step() -> list[Delta]:
+            return self._engine.cancel(request) if stopped() else self._engine.step()
+
+        known = len(self._ids) if np.array_equal(ids[: len(self._ids)], self._ids) else 0  # whose KV is there
+        unread = len(ids) - known
+        long = unread > self._engine.options.prefill_chunk  # more than one step
         try:
+            deltas: list[Delta] = []
+            with progress("reading", unread, speed=True, shown=watched and long) as advance:
+                read = 0
+                advance(0)  # the first step may take a while
+                while not deltas:
+                    deltas, before = step(), read
+                    read = max(row.cached - row.stats.reused_tokens, 0)
+                    advance(read - before, read - before)
             while True:
-                for delta in self._engine.cancel(request) if stopped() else self._engine.step():
+                for delta in deltas:
                     on_delta(delta)
                     if delta.result is not None:
                         return delta.result
+                deltas = step()
         finally:
             self._engine.cancel(request)
 

@@ -83,9 +83,23 @@ def _say(what: str) -> None:
 COMMAND = Group(
     "datastore",
     "Make and fill the datastore that --drafter retrieval:PATH searches.",
-    "outpace datastore build --corpus notes.txt OUT",
+    "outpace datastore answers --prompts prompts.jsonl answers.jsonl\n"
+    "outpace datastore build --corpus answers.jsonl --corpus notes.txt STORE\n"
+    "outpace generate 'Hello?' -d retrieval:STORE",
     (
-        Command("build", build, "outpace datastore build --corpus answers.jsonl --corpus notes.txt OUT"),
-        Command("answers", answers, "outpace datastore answers --prompts prompts.jsonl --limit 500 OUT.jsonl"),
+        Command(
+            "build",
+            build,
+            "outpace datastore build --corpus notes.txt STORE\n"
+            "outpace datastore build --corpus answers.jsonl -m model.gguf STORE\n"
+            "outpace datastore build --corpus more.txt --add STORE",
+        ),
+        Command(
+            "answers",
+            answers,
+            "outpace datastore answers --prompts prompts.jsonl answers.jsonl\n"
+            "outpace datastore answers --prompts prompts.jsonl --limit 500 answers.jsonl\n"
+            "outpace datastore answers --prompts prompts.txt -m model.gguf answers.jsonl",
+        ),
     ),
 )

@@ -72,7 +72,6 @@ def _instruction_sets() -> dict[str, Any]:
 def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, Any]:
     from outpace.control import adaptive
     from outpace.control import cost as costs
-    from outpace.drafters.auto import choose
     from outpace.params import SamplingParams
 
     begun = time.perf_counter()
@@ -88,7 +87,7 @@ def _model(load: Load, measure: bool, say: Callable[[str], None]) -> dict[str, A
             learnt = adaptive.report(cost, engine.policy)
             drafts: dict[str, Any] = {
                 "auto": engine.drafter.name,
-                "why": choose(info, load.load_options(), engine.model.drafts).why,
+                "why": engine.drafter.why,
             }
             drafts["notes"] = list(engine.drafter.notes)
     except Exception as error:  # whatever is broken here is what this command is for
@@ -202,4 +201,8 @@ def _print(found: dict[str, Any]) -> None:
         print(f"{name:<13} FAILED: {model['error']}")
 
 
-COMMAND = Command("doctor", run, "outpace doctor --model demo --measure")
+COMMAND = Command(
+    "doctor",
+    run,
+    "outpace doctor\noutpace doctor --model model.gguf --measure\noutpace doctor --threads 1 --json doctor.json",
+)

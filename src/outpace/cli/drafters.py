@@ -465,6 +465,6 @@ COMMAND = Command(
     run,
     "outpace drafters Qwen/Qwen3-8B\n"
     "outpace drafters demo --measure\n"
-    "outpace drafters model.gguf --measure --prompts prompts.txt -d suffix -d suffix+model:small.gguf\n"
-    "outpace drafters demo --prompts prompts.jsonl --readers 8 --price-per-hour 1.20 --html page.html",
+    "outpace drafters model.gguf --measure -d suffix -d suffix+model:small.gguf\n"
+    "outpace drafters demo --prompts prompts.jsonl --readers 8 --html page.html",
 )

@@ -72,4 +72,10 @@ def _target(trace: Trace, model: str | None, stack: ExitStack) -> Target | None:
     return target, tokenizer
 
 
-COMMAND = Command("explain", run, "outpace explain before.trace after.trace")
+COMMAND = Command(
+    "explain",
+    run,
+    "outpace generate 'Count to ten.' --trace before.trace\n"
+    "outpace explain before.trace after.trace\n"
+    "outpace explain before.trace after.trace -m model.gguf --json cause.json",
+)

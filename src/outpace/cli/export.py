@@ -120,11 +120,37 @@ def q4(
 COMMAND = Group(
     "export",
     "Write a learned drafter for other programs, or smaller.",
-    "outpace export vllm drafter --model demo --out served",
+    "outpace export vllm drafter --model demo --out served\n"
+    "outpace export gguf drafter -m model.gguf\n"
+    "outpace export q4 drafter --out small",
     (
-        Command("vllm", vllm, "outpace export vllm drafter --model demo --out served"),
-        Command("sglang", sglang, "outpace export sglang drafter --model demo --out served"),
-        Command("gguf", gguf, "outpace export gguf drafter --model demo --out drafter.gguf"),
-        Command("q4", q4, "outpace export q4 drafter --out small"),
+        Command(
+            "vllm",
+            vllm,
+            "outpace export vllm drafter --model demo --out served\n"
+            "outpace export vllm drafter -m Qwen/Qwen3-8B --tokens 3\n"
+            "outpace export vllm drafter -m model.gguf --verifier Qwen/Qwen3-8B",
+        ),
+        Command(
+            "sglang",
+            sglang,
+            "outpace export sglang drafter --model demo --out served\n"
+            "outpace export sglang drafter -m Qwen/Qwen3-8B\n"
+            "outpace export sglang drafter -m model.gguf --json made.json",
+        ),
+        Command(
+            "gguf",
+            gguf,
+            "outpace export gguf drafter --model demo --out drafter.gguf\n"
+            "outpace export gguf drafter -m model.gguf\n"
+            "outpace export gguf drafter -m model.gguf --json made.json",
+        ),
+        Command(
+            "q4",
+            q4,
+            "outpace export q4 drafter\n"
+            "outpace export q4 drafter --out small\n"
+            "outpace export q4 drafter --json made.json",
+        ),
     ),
 )

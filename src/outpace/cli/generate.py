@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from outpace.cli.command import Command
 from outpace.cli.options import SYSTEM, Common, Draft, Load, Sampling, system_message
 from outpace.cli.summary import show_scores, summary
-from outpace.cli.terminal import reading_text
+from outpace.cli.terminal import folded, reading_text
 from outpace.common.parameter import argument, option
 from outpace.errors import Argument, ParameterError
 
@@ -212,7 +212,7 @@ def _stream(engine: Engine, tokens: I32, params: SamplingParams, *, quiet: bool)
             print("" if alone else f"[{result.sample}] {result.text}")
             show_scores(result)
         for line in summary(engine, results[0], params):
-            print(f"[{line}]", file=sys.stderr)
+            print(folded(f"[{line}]", sys.stderr), file=sys.stderr)
     return results
 
 

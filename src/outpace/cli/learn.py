@@ -78,4 +78,10 @@ def run(
     return 0
 
 
-COMMAND = Command("learn", run, "outpace learn\noutpace learn --record -o mine.html")
+COMMAND = Command(
+    "learn",
+    run,
+    "outpace learn\n"
+    "outpace learn --record -o mine.html\n"
+    "outpace learn --record -m model.gguf -d ngram -d suffix --data runs.json",
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Load
+from outpace.cli.terminal import columns, folded
 from outpace.common.parameter import option
 
 
@@ -72,10 +72,9 @@ def run(
             "sizes": [each._asdict() for each in planned],
         }
     ):  # fmt: skip
-        print(
-            f"{about}: {acceptance:.0%} of drafted tokens accepted, a drafted token takes {draft:g} of a plain step\n"
-        )
-        print("\n".join(plans.bars(planned, shutil.get_terminal_size().columns)))
+        given = f"{acceptance:.0%} of drafted tokens accepted, a drafted token takes {draft:g} of a plain step"
+        print(folded(f"{about}: {given}") + "\n")
+        print("\n".join(plans.bars(planned, columns())))
         if top.size:
             print(f"\ndraft {top.size} tokens a step: {top.speed:.2f} times plain decoding")
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load, Sampling
-from outpace.cli.terminal import coloured
+from outpace.cli.terminal import coloured, folded
 from outpace.common.parameter import argument, option
 from outpace.errors import Argument, ParameterError
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
 
 _SHARE = 0.1  # seconds for which one of them decodes before it is the other's turn
-_LINES = 12  # of each answer that stay in sight
+_LINES = 12  # of each answer that stay in sight, where the terminal has as many
+_HEAD = 3  # lines that they cannot have: two above, and the cursor's
 
 
 @dataclass(slots=True)
@@ -111,10 +112,11 @@ def run(
         if not live:
             print("\n".join(_frame(lanes)))
         ahead, behind = (second, first) if second.seconds <= first.seconds else (first, second)
-        print(
-            f"\n{ahead.name} took {ahead.seconds:.2f} s, {behind.name} {behind.seconds:.2f} s: "
+        took = (
+            f"{ahead.name} took {ahead.seconds:.2f} s, {behind.name} {behind.seconds:.2f} s: "
             f"{behind.seconds / ahead.seconds:.2f} times as long (one run, prefill included; outpace bench measures)"
         )
+        print(f"\n{folded(took)}")
         verdict = (
             f"identical: {len(first.tokens)} tokens"
             if same
@@ -127,15 +129,18 @@ def run(
 def _show(lanes: list[Lane], shown: int) -> int:
     """Draw both over what was drawn last; how many lines that were."""
     lines = _frame(lanes)
-    sys.stdout.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(lines) + "\n")
+    shown = min(shown, shutil.get_terminal_size().lines - 1)  # those above have left the terminal that was made smaller
+    # Line by line: a terminal that is erased as a whole may keep what stood there in its history.
+    sys.stdout.write((f"\x1b[{shown}A" if shown else "") + "".join(f"\x1b[K{line}\n" for line in lines) + "\x1b[J")
     sys.stdout.flush()
     return len(lines)
 
 
 def _frame(lanes: list[Lane]) -> list[str]:
     """Two columns with the last lines of both texts."""
-    wide = max((shutil.get_terminal_size().columns - 3) // 2, 8)  # a line that wraps would be drawn over wrongly
-    columns = [list(_column(lane, wide)) for lane in lanes]
+    size = shutil.get_terminal_size()  # a line that wraps or leaves above would be drawn over wrongly
+    wide, most = max((size.columns - 3) // 2, 8), max(min(size.lines - _HEAD, _LINES), 1)
+    columns = [list(_column(lane, wide, most)) for lane in lanes]
     tall = max(map(len, columns))
     return [
         " | ".join(column[i].ljust(wide) if i < len(column) else " " * wide for column in columns).rstrip()
@@ -143,12 +148,12 @@ def _frame(lanes: list[Lane]) -> list[str]:
     ]
 
 
-def _column(lane: Lane, wide: int) -> Iterator[str]:
+def _column(lane: Lane, wide: int, most: int) -> Iterator[str]:
     figures = f": {len(lane.tokens)} tokens, {lane.seconds:.2f} s, {lane.speed:.0f}/s"
     yield (lane.name[: max(wide - len(figures), 5)] + figures)[:wide]
     yield "-" * wide
     lines = [piece for line in _printable(lane.text).splitlines() for piece in textwrap.wrap(line, wide) or [""]]
-    yield from lines[-_LINES:]
+    yield from lines[-most:]
 
 
 def _printable(text: str) -> str:
@@ -156,4 +161,10 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-COMMAND = Command("race", run, "outpace race\noutpace race 'Why is the sky blue?' -d suffix+eagle:demo -n 120")
+COMMAND = Command(
+    "race",
+    run,
+    "outpace race\n"
+    "outpace race 'Why is the sky blue?' -d suffix+eagle:demo -n 120\n"
+    "outpace race 'Tell me a story.' -m model.gguf -T 0.8 --seed 1",
+)

@@ -160,4 +160,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     return found
 
 
-COMMAND = Command("serve", run, "outpace serve -m demo --port 8000")
+COMMAND = Command(
+    "serve",
+    run,
+    "outpace serve -m demo --port 8000\n"
+    "outpace serve -m model.gguf -d suffix --host 0.0.0.0 --api-key-file keys.txt\n"
+    "outpace serve -m demo --replicas 2",
+)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +14,11 @@ from typing import Any, TextIO
 
 from outpace.errors import ParameterError
 
-_CODES = {"green": "32", "red": "1;31", "yellow": "1;33", "bold green": "1;32", "dim": "2"}
+_CODES = {
+    "green": "32", "cyan": "36", "magenta": "35", "blue": "34", "red": "1;31", "yellow": "1;33", "bold green": "1;32",
+    "dim": "2",
+}  # fmt: skip
+_DRAFTERS = ("green", "cyan", "magenta", "blue")
 _HISTORY = 1000  # lines that are kept
 _IMPATIENT = 3  # times that Ctrl-C is pressed in vain
 
@@ -27,6 +33,40 @@ def has_colours(stream: TextIO | None = None) -> bool:
     """Whether ``coloured`` changes anything."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return not plain and (stream or sys.stdout).isatty()
+
+
+class Colours:
+    """Which colour a drafter's tokens have: the parts of ``drafter`` ("suffix+eagle:demo") in order, then as met."""
+
+    def __init__(self, drafter: str) -> None:
+        self._colours: dict[str, str] = {}
+        for name in () if drafter == "none" else drafter.split("+"):
+            self.of(name)
+
+    def of(self, source: str) -> str:
+        return self._colours.setdefault(source, _DRAFTERS[len(self._colours) % len(_DRAFTERS)])
+
+    def written(self, text: str, source: str) -> str:
+        """``text`` in the colour of who wrote it; the target's own has none."""
+        return text if source == "target" or not text else coloured(text, self.of(source))
+
+    @property
+    def legend(self) -> str:
+        """What each colour stands for."""
+        named = [coloured(f"{colour}: drafted by {name}", colour) for name, colour in self._colours.items()]
+        return "; ".join([*named, "the rest: the model's own"])
+
+
+def columns() -> int:
+    """Of the terminal; 80 where there is none."""
+    return shutil.get_terminal_size().columns
+
+
+def folded(text: str, stream: TextIO | None = None) -> str:
+    """A line as ``stream`` (None: standard output) shows it: on a terminal wrapped between words."""
+    if not (stream or sys.stdout).isatty():
+        return text
+    return textwrap.fill(text, columns(), break_on_hyphens=False)
 
 
 @contextmanager
@@ -95,3 +135,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
         ).rstrip()
         for line in lines
     )
+
+
+def bar(value: float, low: float, high: float, most: float, wide: int) -> str:
+    """``value`` as a bar of ``#`` in at most ``wide`` characters, which ``most`` fills; ``-`` from ``low`` to ``high``,
+    the interval, and ``|`` at the value."""
+    at, begin, end = (min(max(round(wide * x / most), 1), wide) - 1 if most else 0 for x in (value, low, high))
+    marks = ["#" if i < begin else "-" if i <= end else " " for i in range(wide)]
+    marks[at] = "|"
+    return "".join(marks).rstrip()

@@ -67,9 +67,21 @@ def view(
 COMMAND = Group(
     "trace",
     "Replay or view what outpace generate --trace FILE recorded.",
-    "outpace trace view run.trace",
+    "outpace generate 'Count to ten.' --trace run.trace\noutpace trace view run.trace\noutpace trace replay run.trace",
     (
-        Command("replay", replay, "outpace trace replay run.trace"),
-        Command("view", view, "outpace trace view run.trace -o run.html"),
+        Command(
+            "replay",
+            replay,
+            "outpace generate 'Count to ten.' --trace run.trace\n"
+            "outpace trace replay run.trace\n"
+            "outpace trace replay run.trace --model copy.gguf --json replayed.json",
+        ),
+        Command(
+            "view",
+            view,
+            "outpace generate 'Count to ten.' --trace run.trace --trace-probabilities\n"
+            "outpace trace view run.trace -o run.html\n"
+            "outpace trace view drafted.trace --beside plain.trace -o both.html",
+        ),
     ),
 )

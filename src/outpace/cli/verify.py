@@ -134,6 +134,6 @@ COMMAND = Command(
     "verify",
     run,
     "outpace verify --drafter suffix\n"
-    "outpace verify --prompts prompts.jsonl --drafter ngram --temperature 0.8 --seed 1\n"
+    "outpace verify --prompts prompts.jsonl --drafter ngram -T 0.8 --seed 1\n"
     "outpace verify --url http://127.0.0.1:8000",
 )

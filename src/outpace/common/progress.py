@@ -29,7 +29,7 @@ def progress(what: str, total: int, *, speed: bool = False, shown: bool | None =
     ``speed``: tokens a second, too. ``shown``: None for where a person watches, on a terminal or in a notebook.
     """
     shown = sys.stderr.isatty() or in_notebook() if shown is None else shown
-    begun = drawn = time.monotonic()
+    begun, drawn = time.monotonic(), -_EVERY
     done = tokens = 0
 
     def advance(n: int, more: int = 0, /) -> None:
@@ -38,10 +38,10 @@ def progress(what: str, total: int, *, speed: bool = False, shown: bool | None =
         if not shown or now - drawn < _EVERY:
             return
         drawn, share = now, min(done / max(total, 1), 1.0)
-        left = (now - begun) * (1 - share) / share if share else 0.0
+        left = f"  {(now - begun) * (1 - share) / share:,.0f} s left" if share else ""
         bar = ("#" * round(_WIDTH * share)).ljust(_WIDTH, "-")
-        rate = f"  {tokens / (now - begun):,.0f} tokens/s" if speed else ""
-        print(f"\r{what} {bar} {share:4.0%}  {left:,.0f} s left{rate}\x1b[K", end="", file=sys.stderr, flush=True)
+        rate = f"  {tokens / (now - begun):,.0f} tokens/s" if speed and tokens else ""
+        print(f"\r{what} {bar} {share:4.0%}{left}{rate}\x1b[K", end="", file=sys.stderr, flush=True)
 
     try:
         yield advance

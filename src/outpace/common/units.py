@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from outpace.errors import ParameterError
 
 
@@ -24,4 +26,14 @@ def format_bytes(count: float) -> str:
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_ago(moment: float) -> str:
+    """When that was, ``time.time()`` of then: ``"3 hours ago"``."""
+    count = max(time.time() - moment, 0.0)
+    for unit, length in (("second", 60), ("minute", 60), ("hour", 24), ("day", 7), ("week", 10**9)):
+        if count < length:
+            return f"{count:.0f} {unit}{'' if round(count) == 1 else 's'} ago"
+        count /= length
     raise AssertionError("unreachable")

@@ -147,6 +147,7 @@ class Drafter:
     names: tuple[str, ...] = ()  # of what ``native`` numbers its sources by
     retires: bool = False  # whether ``retire`` keeps anything
     notes: tuple[str, ...] = ()  # what its user should know of it, in every result
+    why: str = ""  # auto stands for it; "" where it was named, or there was nothing to choose from
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         """At most ``sizes[i]`` nodes (int32 [B], each at least 1) for ``rows[i]``; fewer, or none, is fine."""

@@ -62,14 +62,33 @@ def keep(name: str, options: LoadOptions, found: Mapping[str, float] | None, spe
 def known(name: str, options: LoadOptions) -> Measured | None:
     """What was kept for that model on this machine; None: nothing was measured."""
     path = _path(name, options) if _folder().is_dir() else None  # no look at the model's files for nothing
-    if path is None:
-        return None
+    found = None if path is None else _read(path)
+    return None if found is None else found[1]
+
+
+def entries() -> list[tuple[Path, str, Measured]]:
+    """All that is kept: the file, the model's name when it was measured, and what was found."""
+    found = ((path, _read(path)) for path in sorted(_folder().glob("*.json")))
+    return [(path, *read) for path, read in found if read is not None]
+
+
+def forget() -> int:
+    """Delete all that is kept; how many files that were. Raises OSError."""
+    paths = list(_folder().glob("*.json"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def _read(path: Path) -> tuple[str, Measured] | None:
+    """The model's name and what was found; None where there is nothing usable, which is logged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
             return None
         ratio, low, high, tokens = (float(found[part]) for part in ("ratio", "low", "high", "tokens_per_step"))
-        return Measured(str(found["spec"]), ratio, low, high, tokens, int(found["prompts"]), str(found["day"]))
+        best = Measured(str(found["spec"]), ratio, low, high, tokens, int(found["prompts"]), str(found["day"]))
+        return str(found["model"]), best
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

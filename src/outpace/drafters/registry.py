@@ -185,16 +185,22 @@ def _auto(spec: DrafterSpec, context: DraftContext) -> Drafter:
     if choices[0].measured:
         log.info("auto stands for %s: %s", choices[0].spec, choices[0].why)
         choices.append(unmeasured(target.info, options, target.drafts))
+    left = ""  # why it is not what was measured
     for choice in choices:
         try:
             chosen = parse(choice.spec)
-            return build(replace(chosen, options={**chosen.options, **spec.options}), context)
+            drafter = build(replace(chosen, options={**chosen.options, **spec.options}), context)
+            drafter.why = "; ".join(filter(None, (choice.why, left)))
+            return drafter
         except (DrafterError, ModelError) as error:
             if choice.spec == AUTO:
                 raise
             again = ": measure again with outpace drafters --measure" if choice.measured else ""
+            left = f"{choice.spec} cannot be used: {error}{again}"
             log.warning("auto does not stand for %s, which cannot be used: %s%s", choice.spec, error, again)
-    return build(replace(parse(AUTO), options=spec.options), context)
+    drafter = build(replace(parse(AUTO), options=spec.options), context)
+    drafter.why = left
+    return drafter
 
 
 def _composed(spec: DrafterSpec, context: DraftContext) -> Drafter:

@@ -209,6 +209,14 @@ def speedup(before: Sequence[Stats], after: Sequence[Stats]) -> dict[str, float 
     return {"ratio": ratio, "low": float(low), "high": float(high)}
 
 
+def interval(figures: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Decode tokens/s of figures, and where the interval of their speedup begins and ends on the same scale."""
+    speed, ratio = figures["decode_tokens_per_second"], figures["speedup"]
+    if not ratio["ratio"]:
+        return speed, speed, speed
+    return speed, speed * ratio["low"] / ratio["ratio"], speed * ratio["high"] / ratio["ratio"]
+
+
 def written(ratio: Mapping[str, float | None]) -> str:
     """A speedup with its interval, where there is one."""
     if ratio["ratio"] is None:

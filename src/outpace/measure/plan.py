@@ -51,11 +51,11 @@ def best(planned: Sequence[Planned]) -> Planned:
 
 def bars(planned: Sequence[Planned], columns: int) -> list[str]:
     """The curve of speeds as lines of text at most so wide: a bar a size, its best one marked."""
-    top, room = best(planned), max(8, columns - 40)
+    top, room = best(planned), max(8, columns - 46)
     longest = max(each.speed for each in planned)
     lines = [f"{'draft':>5}  {'tokens a step':>13}  {'plain steps':>11}  speed"]
     for each in planned:
-        bar = "\u2588" * max(1, round(room * each.speed / longest))
+        bar = "#" * max(1, round(room * each.speed / longest))
         mark = "  best" if each == top else ""
         lines.append(f"{each.size:>5}  {each.tokens:>13.2f}  {each.step:>11.2f}  {each.speed:.2f} {bar}{mark}")
     return lines

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.common.files import StrPath, check_writable, write_bytes
 from outpace.common.installing import install
 from outpace.errors import MissingExtraError, ParameterError
+from outpace.measure.bench import interval
 from outpace.measure.plan import Planned, best
 
 if TYPE_CHECKING:
@@ -43,13 +44,20 @@ def draw(path: StrPath, value: Mapping[str, Any]) -> None:
     for i, entry in enumerate(configs):
         figures = [entry, *(entry["by_category"][name] for name in groups[1:])]
         places = [at - 0.4 + width * (i + 0.5) for at in range(len(groups))]
-        (colour,) = {patch.get_facecolor() for patch in speed.bar(
-            places, [each["decode_tokens_per_second"] for each in figures], width, label=entry["name"], color=f"C{i}"
-        )}  # fmt: skip
+        intervals = [interval(each) for each in figures]
+        speeds = [value for value, _, _ in intervals]
+        errors = [[value - low for value, low, _ in intervals], [high - value for value, _, high in intervals]]
+        bars = speed.bar(
+            places, speeds, width, label=entry["name"], color=f"C{i}", yerr=errors if i else None, capsize=3
+        )
+        (colour,) = {patch.get_facecolor() for patch in bars}
         shares = entry["acceptance_by_position"]
         accepted.plot(range(1, len(shares) + 1), shares, marker="o", color=colour)  # a single position is a point
-    speed.set_xticks(range(len(groups)), groups, rotation=20 if len(groups) > 4 else 0)
+    counts = [configs[0], *(configs[0]["by_category"][name] for name in groups[1:])]
+    labels = [f"{group}\nn = {each['prompts']}" for group, each in zip(groups, counts, strict=True)]
+    speed.set_xticks(range(len(groups)), labels, rotation=20 if len(groups) > 4 else 0)
     speed.set_ylabel("decode tokens/s")
+    speed.set_title("n: answers; black: 95 % interval of the speedup over prompts", fontsize=8)
     speed.legend(fontsize="small")
     accepted.set_xlabel("position in the draft")
     accepted.set_ylabel("share accepted, of drafts so long")

@@ -7,6 +7,7 @@ speculative decoding with two real models.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def smollm2() -> Path:
 def draft() -> Path:
     """The small model that drafts for SmolLM2-135M-Instruct, with its tokenizer; made by ``benchmarks.pair``."""
     return Path(__file__).parent / "demo-draft.gguf"
+
+
+def installed(cache: Path) -> dict[str, Path]:
+    """Those that are here, by the name that loads them; Gemma counts once it was put together."""
+    found = {"demo-draft": draft()}
+    with suppress(ModelError):
+        found["demo"] = smollm2()
+    if (cache / GEMMA).is_file():
+        found["demo-gemma"] = cache / GEMMA
+    return found
 
 
 def gemma(cache: Path) -> Path:

@@ -8,6 +8,8 @@ from outpace.cli.train import data, methods
 COMMAND = Group(
     "train",
     "Train drafters that know the target: data, then the network.",
-    "outpace train data --model demo --prompts prompts.jsonl --out DIR",
+    "outpace train data --prompts prompts.jsonl --out answers\n"
+    "outpace train eagle --data answers --out drafter --minutes 30\n"
+    "outpace generate 'Hello?' -d eagle:drafter --compare",
     (*data.COMMANDS, *methods.COMMANDS),
 )

@@ -186,8 +186,24 @@ def summary(out: Path, counts: Mapping[str, int]) -> str:
 
 COMMANDS = (
     Command(
-        "data", generate, "outpace train data --prompts prompts.jsonl --out DIR -T 0 -T 0.8 --samples 2 --limit 500"
+        "data",
+        generate,
+        "outpace train data --prompts prompts.jsonl --out answers\n"
+        "outpace train data --prompts prompts.jsonl --out answers -T 0.8 --samples 2\n"
+        "outpace train data --prompts prompts.csv --out answers -m model.gguf",
     ),
-    Command("cache", cache, "outpace train cache DIR"),
-    Command("import", import_, "outpace train import answers.jsonl --model demo --out DIR"),
+    Command(
+        "cache",
+        cache,
+        "outpace train cache answers\n"
+        "outpace train cache answers --threads 4\n"
+        "outpace train cache answers --layer 2 --layer 15 --layer 27",
+    ),
+    Command(
+        "import",
+        import_,
+        "outpace train import answers.jsonl --out answers\n"
+        "outpace train import part1.jsonl part2.jsonl --out answers\n"
+        "outpace train import answers.jsonl --model model.gguf -T 0.8 --out answers",
+    ),
 )

@@ -125,7 +125,8 @@ COMMANDS = tuple(
         function.__name__,
         function,
         f"outpace train {function.__name__} --data answers --out drafter --epochs 4\n"
-        f"outpace train {function.__name__} --data answers --out drafter --epochs 8 --resume",
+        f"outpace train {function.__name__} --data answers --out drafter --epochs 8 --resume\n"
+        f"outpace train {function.__name__} --data answers --out drafter --minutes 30 --lr 5e-4",
     )
     for function in (eagle, mtp, parallel, medusa, distil)
 )

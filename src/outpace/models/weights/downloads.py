@@ -1,4 +1,4 @@
-"""GGUF files in Hugging Face's cache by the names that ``--model`` takes, and their removal.
+"""Models in Hugging Face's cache by the names that ``--model`` takes, and their removal.
 
 ``hf cache`` lists and removes whole repositories.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.errors import Argument, ParameterError
-from outpace.models.weights.hub import File, variants
+from outpace.models.weights.hub import File, complete, variants
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """The files of one model. ``whole``: all of its shards are there."""
+    """The files of one model. ``type``: a GGUF file's quantisation, or safetensors. ``whole``: all of its shards are
+    there. ``used``: when, as time.time() counts, as far as the file system says."""
 
     name: str  # as --model takes it
     paths: tuple[Path, ...]
     bytes: int
     whole: bool
+    type: str
+    used: float
 
 
 def folder() -> Path:
@@ -38,12 +45,24 @@ def found() -> list[Download]:
         return []
     models = []
     for repo in scan_cache_dir(folder()).repos:
+        if repo.repo_type != "model":
+            continue
         for revision in repo.revisions:
             paths = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
             for one in variants([File(name, file.size_on_disk) for name, file in paths.items()]):
-                files = tuple(paths[file.name].file_path for file in one.files)
-                models.append(Download(f"{repo.repo_id}:{one.label}", files, one.size, one.whole))
+                files = [paths[file.name] for file in one.files]
+                models.append(_download(f"{repo.repo_id}:{one.label}", files, one.whole, one.label))
+            if "config.json" in paths and any(name.endswith(".safetensors") for name in paths):
+                files = [paths[name] for name in sorted(paths) if not name.endswith(".gguf")]
+                whole = complete(revision.snapshot_path, allow_pickle=False)
+                models.append(_download(repo.repo_id, files, whole, "safetensors"))
     return sorted(models, key=lambda model: model.name.lower())
+
+
+def _download(name: str, files: Sequence[CachedFileInfo], whole: bool, kind: str) -> Download:
+    paths = tuple(file.file_path for file in files)
+    used = max(max(file.blob_last_accessed, file.blob_last_modified) for file in files)
+    return Download(name, paths, sum(file.size_on_disk for file in files), whole, kind, used)
 
 
 def remove(names: Sequence[str]) -> int:

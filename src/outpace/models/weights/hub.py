@@ -58,7 +58,7 @@ def from_hub(spec: str, *, revision: str | None, allow_pickle: bool, offline: bo
     request: dict[str, Any] = {"revision": revision, "allow_patterns": _SMALL_FILES + weights, "endpoint": _endpoint()}
     try:
         cached = Path(snapshot_download(spec, local_files_only=True, **request))
-        if offline or _complete(cached, allow_pickle):
+        if offline or complete(cached, allow_pickle):
             return cached
     except HFValidationError as error:
         raise ModelError(f"{spec!r} is neither a file, a folder nor a Hugging Face id: check the spelling") from error
@@ -284,7 +284,7 @@ def _choose(name: str, repo: str, wanted: str | None, files: Sequence[File]) -> 
     raise ModelError(f"{repo} has {missing}: name one of {have}, as in {repo}:{there[0].label}")
 
 
-def _complete(folder: Path, allow_pickle: bool) -> bool:
+def complete(folder: Path, allow_pickle: bool) -> bool:
     """Whether a cached snapshot has a configuration and all of its weights."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
