@@ -19,7 +19,7 @@ def run(
     common: Common,
     load: Load,
     record: Annotated[
-        bool, option("Run everything here, on this machine (about a minute), instead of showing the runs that ship.")
+        bool, option("Run everything here, on this machine (a minute or two), instead of showing the runs that ship.")
     ] = False,
     drafter: Annotated[
         list[str] | None,
