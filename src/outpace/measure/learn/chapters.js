@@ -88,7 +88,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   "After a refusal, draw from what is left of p: max(p − q, 0), made to sum to 1. Where q(x) is above p(x), x is sometimes refused; where it is below, the residual adds what is missing. The sum is p.",
 ], (panel) => {
   const of = (run) => run.steps.flatMap((step) => [...places(step)].filter(([, place]) => place.q.length).map(([node, place]) => ({ step, node, place })));
-  const wanted = ({ place }) => place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
+  const wanted = ({ place }) => place.likeliest[0][1] < 0.8 && place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
   const seen = ([, ...values]) => values.some((value) => value >= 5e-4); // others would be rows of 0.000
   const temperatures = Object.keys(runs.rejection);
   let found = [];
