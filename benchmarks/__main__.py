@@ -36,14 +36,19 @@ def about(name: str) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
 
 
-def call(name: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark with a command line."""
-    module: ModuleType = importlib.import_module(f"benchmarks.{name}")
+def parse(name: str, arguments: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """A benchmark, and its options from a command line; leaves as argparse does where they are not its own."""
+    module = importlib.import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(
         f"python -m benchmarks {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.arguments(parser)
-    given = parser.parse_args(arguments)
+    return module, parser.parse_args(arguments)
+
+
+def call(name: str, arguments: Sequence[str]) -> int:
+    """Run a benchmark with a command line."""
+    module, given = parse(name, arguments)
     given.standard_output = sys.stdout
     alone = getattr(given, "json", None) == STANDARD_OUTPUT  # for JSON: text goes to standard error
     try:

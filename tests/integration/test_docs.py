@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,12 +10,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import names
+from benchmarks.__main__ import parse as benchmark
 from outpace.cli.app import parse
 from scripts import tables, tour
 
@@ -22,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 HISTORY = {"notebook.md"}  # what was written then stays as it was
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CURRENT = [page for page in PAGES if page.name not in HISTORY]
+FILE = re.compile(r"[\w./-]+\.(jsonl?|txt|gguf|trace|html|csv|svg|toml|ya?ml|py)")
+OWN = re.compile(r"(\./)?(model|prompts|other|[A-Z]+)\.\w+")  # a reader's, or a name to fill in
+WRITTEN = {"-o", "--out", "--json", "--trace", "--plot", "--journal", "--data", "--chart", "--html"}
 FENCE = re.compile(r"^(?P<before><!-- not run: .+ -->\n)?```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S)
 
 
@@ -66,19 +71,45 @@ def code(page: Path) -> Iterator[str]:
         yield from body.replace("\\\n", " ").splitlines()
 
 
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command of ours on a page, those behind another's pipe, too."""
+    for line in code(page):
+        plain = re.sub(r"\s#\s.*", "", line.strip().removeprefix("$ "))
+        for part in re.split(r" && | \| | & ?$", plain):
+            words = re.sub(r"^(\w+=\S* )+", "", part.split(" < ")[0])
+            if words.startswith(("outpace ", "./scripts/", "python -m benchmarks")) and "..." not in words:
+                yield shlex.split(words)
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_commands_of_a_page_exist(page: Path) -> None:
-    """``outpace`` parses them, ``python -m benchmarks`` has such a benchmark, scripts are files."""
-    for line in code(page):
-        words = line.removeprefix("$ ").split(" #")[0].split(" && ")[0].split(" < ")[0]
-        if words.startswith(("outpace ", "./scripts/", "python -m benchmarks")) and "..." not in words:
-            program, *rest = shlex.split(words)
-            if program == "outpace":
-                assert callable(parse(rest)), line
-            elif program == "python":
-                assert rest[2] in names(), line
-            else:
-                assert (ROOT / program).exists(), line
+    """Their own parsers take them, scripts are files, and where a checkout is needed the page says so. A file that is
+    named is in the checkout, or the page's text or an earlier command names it; but for cli.md, a list of examples."""
+    known = re.sub(r"^    .*", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.M)
+    for program, *rest in commands(page):
+        if program == "outpace":
+            assert callable(parse(rest)), rest
+        elif program == "python":
+            benchmark(rest[2], rest[3:])
+        else:
+            assert (ROOT / program).exists(), program
+        if program != "outpace":
+            assert re.search("checkout|of the repository", known), f"{page.name}: {program} {rest} needs a checkout"
+        for before, word in pairwise(["", *rest]):
+            if page.name != "cli.md" and FILE.fullmatch(word) and not OWN.fullmatch(word) and before not in WRITTEN:
+                assert word in known or (ROOT / word).exists(), f"{page.name}: where does {word} come from?"
+            known += f" {word}"
+
+
+@pytest.mark.parametrize("name", ["traces.md", "learn.md"])
+def test_the_commands_of_a_page_run_as_pasted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in an empty folder; what records or races for long is parsed alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    ran = [words for words in commands(ROOT / "docs" / name) if not {"--record", "race"} & set(words)]
+    assert ran
+    for _, *words in ran:
+        assert parse(words)() == 0, words
 
 
 def test_the_readmes_commands_run_as_pasted_in_an_empty_folder(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A walk through what explains speculative decoding, in Chromium: the page of ``learn``, a trace with probabilities,
-the race. What the page computes itself is compared with identities from the literature and with ``outpace plan``."""
+"""What explains speculative decoding: the page of ``learn``, a trace with probabilities, the race. What the page
+computes itself is compared with identities from the literature and with ``outpace plan``."""
 
 from __future__ import annotations
 
@@ -21,73 +21,23 @@ from outpace.measure.plan import expected_tokens
 from outpace.measure.trace import tracing
 from outpace.measure.view import write
 from outpace.models.demo import smollm2
+from tests.browsing import opened, started
 from tests.integration.test_cli import outpace
-from tests.integration.test_trace_view import BROWSER, needs_browser
 from tests.tracing import REQUESTS, engine
 
 SETTINGS = 300  # random ones
-_MOVE = """() => {
-  const texts = [];
-  for (const input of document.querySelectorAll('input[type="range"]'))
-    for (const value of [input.min, input.max, String((Number(input.min) + Number(input.max)) / 2)]) {
-      input.value = value;
-      input.dispatchEvent(new Event('input'));
-      texts.push(input.closest('section').textContent);
-    }
-  for (const button of document.querySelectorAll('.token, .panel > button')) button.click();
-  return texts.join(' ') + document.querySelector('main').textContent;
-}"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield started
-        started.close()
+    with started() as found:
+        yield found
 
 
-def opened(browser: Any, path: Path, faults: list[str], width: int, scheme: str) -> Any:
-    shown = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    shown.on("pageerror", lambda error: faults.append(str(error)))
-    shown.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
-    shown.on("request", lambda its: None if its.url.startswith(("file:", "data:")) else faults.append(its.url))
-    shown.goto(path.as_uri())
-    return shown
-
-
-@needs_browser
-@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (360, "dark")])
-def test_every_chapter_can_be_moved(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
-    faults: list[str] = []
-    (tmp_path / "learn.html").write_text(page(recorded()), encoding="utf-8")
-    assert (tmp_path / "learn.html").stat().st_size < 300_000
-    shown = opened(browser, tmp_path / "learn.html", faults, width, scheme)
-    assert shown.locator("section").count() == 11  # the race is one more
-    assert shown.locator("section input, section select").count() >= 20
-    moved = shown.evaluate(_MOVE)
-    assert not [word for word in ("undefined", "NaN", "Infinity", "[object", "NOT the same") if word in moved]
-    assert set(shown.locator("#who td:last-child").all_inner_texts()) == {"same"}
-    assert shown.evaluate("document.documentElement.scrollWidth") <= width
-    for details in shown.locator("details").all():
-        details.locator("summary").click()
-    assert "def reject(" in shown.inner_text("#sampling")
-    for kind, words in (("yes", "only less of it in this step"), ("no", "so nothing changes")):
-        shown.reload()
-        shown.locator(f"#greedy button.{kind}").first.click()
-        assert words in shown.inner_text("#greedy .panel > p:last-child")
-    shown.click("#start")
-    shown.wait_for_function("/^1?[0-9] of/.test(document.querySelector('#race .lanes p').textContent)")
-    assert faults == []
-    shown.close()
-
-
-@needs_browser
 def test_the_page_computes_what_theory_says(browser: Any, tmp_path: Path) -> None:
     faults: list[str] = []
     (tmp_path / "learn.html").write_text(page(recorded()), encoding="utf-8")
-    shown = opened(browser, tmp_path / "learn.html", faults, 1100, "light")
+    shown = opened(browser, (tmp_path / "learn.html").as_uri(), faults)
     draw = np.random.default_rng(4)
     settings = [[draw.dirichlet([0.5] * 3).tolist() for _ in "pq"] for _ in range(SETTINGS)]
     settings += [[[1, 0, 0], [0, 0.5, 0.5]], [[0.2, 0.3, 0.5]] * 2]
@@ -118,7 +68,6 @@ def test_the_page_computes_what_theory_says(browser: Any, tmp_path: Path) -> Non
     shown.close()
 
 
-@needs_browser
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_trace_shows_what_decided_and_another_k(browser: Any, tmp_path: Path, acceptance: Any) -> None:
     faults: list[str] = []
@@ -126,7 +75,7 @@ def test_a_trace_shows_what_decided_and_another_k(browser: Any, tmp_path: Path, 
         for prompt, asked in REQUESTS[1:2]:
             made.generate_many([prompt], SamplingParams(**{**asked, "max_tokens": 30, "n": 1}))
     write(tmp_path / "run.trace", tmp_path / "run.html")
-    shown = opened(browser, tmp_path / "run.html", faults, 1300, "light")
+    shown = opened(browser, (tmp_path / "run.html").as_uri(), faults)
     assert shown.evaluate("closing(state.answer.steps[state.at])") == "recovered"
     wrong = shown.evaluate(
         "state.answer.steps.filter((step) => [...Array(step.kept.size + 1).keys()].some((k) => { "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from html import unescape
@@ -22,14 +21,12 @@ from outpace.measure.trace import VERSION, tracing
 from outpace.measure.view import page, write
 from outpace.models import load as loading
 from outpace.params import SamplingParams
+from tests.browsing import BROWSER, needs_browser, opened, started
 from tests.integration.test_cli import outpace
 from tests.toy import ToyModel
 from tests.tracing import REQUESTS, VOCAB, Branches, Spelled, Swapped, engine, record
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
 SCRIPT = (Path(__file__).parent / "trace_page_test.js").read_text(encoding="utf-8")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: scripts/browser looks for one")
 
 HOSTILE = (
     "</script><script>window.pwned=1</script>",
@@ -177,32 +174,25 @@ def test_requests_that_did_not_run_do_not_stop_the_page(tmp_path: Path) -> None:
     assert f'"request":{first}' in page(path)
 
 
-@needs_browser
 def test_two_traces_side_by_side_show_the_same_token(tmp_path: Path) -> None:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     for name in ("a", "b"):
         record(tmp_path / f"{name}.trace", made=engine(size="auto" if name == "a" else 5))
     assert parse(["trace", "view", str(tmp_path / "a.trace"), "--beside", str(tmp_path / "b.trace")])() == 0
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        shown = browser.new_page()
-        faults: list[str] = []
-        shown.on("pageerror", lambda error: faults.append(str(error)))
-        shown.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
-        shown.goto((tmp_path / "a.html").as_uri())
+    faults: list[str] = []
+    with started() as browser:
+        shown = opened(browser, (tmp_path / "a.html").as_uri(), faults)
         first, second = (shown.frames[i] for i in (1, 2))
         for frame in (first, second):
             frame.wait_for_function("document.querySelector('#h-step').textContent")
-        opened, steps = map(int, re.findall(r"\d+", first.inner_text("#h-step"))[:2])
+        at, steps = map(int, re.findall(r"\d+", first.inner_text("#h-step"))[:2])
         assert {"1", str(steps)} <= set(first.locator("#charts text").all_text_contents())  # the axis has numbers
-        assert opened == 1 + first.evaluate("telling(state.answer.steps)")
+        assert at == 1 + first.evaluate("telling(state.answer.steps)")
         began = first.evaluate("state.answer.steps[state.at].from")
         second.wait_for_function(f"state.answer.tokens[{began}].step === state.at")
         first.locator("#slider").fill(str(steps))
         token = first.evaluate("state.answer.steps[state.at].from")
         second.wait_for_function(f"state.answer.tokens[{token}].step === state.at")
         assert not faults
-        browser.close()
 
 
 @pytest.fixture

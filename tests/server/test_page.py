@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ from outpace import Engine
 from outpace.server.engines.generation import Observer
 from outpace.server.errors import APIError
 from tests import fake_hub
+from tests.browsing import faults_of, started
 from tests.native.native_helpers import Tiny
 from tests.server.serving import Running, serving
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 KEY = "a-key-of-the-tests"
 
 
@@ -31,14 +29,8 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed: scripts/browser looks for one")
-    with api.sync_playwright() as its:
-        arguments = ["--no-sandbox", "--host-resolver-rules=MAP rebound.example 127.0.0.1"]
-        started = its.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield started
-        started.close()
+    with started("--host-resolver-rules=MAP rebound.example 127.0.0.1") as found:
+        yield found
 
 
 @pytest.fixture
@@ -65,13 +57,6 @@ def page(served: Running, browser: Any) -> Iterator[Any]:
     context.close()
     served.at_rest()
     assert not faults
-
-
-def test_learn_is_a_page_of_the_server(page: Any, served: Running) -> None:
-    page.goto(page.locator("#learn").evaluate("link => link.href"))
-    assert page.locator("section").count() == 11
-    page.click("#start")
-    page.wait_for_function("/^[0-9]+ of [0-9]+ tokens/.test(document.querySelector('#race .lanes p').textContent)")
 
 
 def said(page: Any, text: str) -> Any:
@@ -258,29 +243,6 @@ def test_nothing_lies_under_the_header(page: Any, width: int, height: int) -> No
     assert panel["y"] + panel["height"] <= height
 
 
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const mixed = (colours) => {  // painted over one another, as the browser does
-    canvas.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (rgb) => rgb.map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const all = {};
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const own = node.parentElement;
-    if (!node.data.trim() || !own.checkVisibility({ checkOpacity: true }) || own.closest(".unseen, option")) continue;
-    const under = [];
-    for (let each = own; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
-    const [a, b] = [mixed(under), mixed([...under, getComputedStyle(own).color])].map(light);
-    all[node.data.trim().slice(0, 30)] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  }
-  return all;
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read_in_light_and_dark(page: Any, scheme: str) -> None:
     """WCAG's contrast of 4.5, in the system's colours and in those that the button switches to."""
@@ -292,16 +254,14 @@ def test_every_text_can_be_read_in_light_and_dark(page: Any, scheme: str) -> Non
         assert page.evaluate(paper) is dark
         for opened, closed in (("#system summary", "#system summary"), ("#settings", "#close")):
             page.click(opened)
-            found = page.evaluate(CONTRAST)
-            assert len(found) > 10
-            assert {text: ratio for text, ratio in found.items() if ratio < 4.5} == {}
+            assert faults_of(page)["pale"] == {}
             page.click(closed)
         page.click("#theme")
         page.get_by_label("Show the steps of this answer").click()
         steps = page.frame_locator("#steps")
         steps.locator("#h-step").wait_for()
         assert steps.locator("body").evaluate(f"() => {paper}") is not dark
-        assert {text: ratio for text, ratio in steps.locator("body").evaluate(CONTRAST).items() if ratio < 4.5} == {}
+        assert faults_of(steps.locator("body"))["pale"] == {}
         page.click("#leave")
 
 

@@ -9,6 +9,8 @@ const gained = (step) => step.v.slice(0, step.g ?? step.v.length);
 const took = (step) => 1e3 * Object.values(step.s).reduce((a, b) => a + b, 0);
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)] || 0;
 const textUpTo = (run, tokens) => run.pieces.slice(0, tokens).join("");
+const rate = (run) => (1e3 * run.tokens.length) / run.steps.map(took).reduce((a, b) => a + b, 0); // tokens a second
+const drafterOf = (name) => (name === "model:demo-draft" ? `${name}, a model of 16 million parameters distilled from the target` : name);
 const perToken = median(plain.steps.map(took));
 const places = (step) => new Map((step.i || []).map(([node, choice, likeliest, trials, residual, q]) => [node, { choice, likeliest, trials, residual, q }]));
 
@@ -75,7 +77,7 @@ chapter("greedy", "Draft, verify, accept", [
   };
   const at = slider("step of the run", { min: 1, max: steps.length, value: 1 + Math.max(0, steps.findIndex((step) => path(step).length && path(step).length < drafted(step).length)) }, () => { refused = -1; draw(); });
   const k = slider("k, drafted tokens", { min: 0, max: Math.max(...steps.map((step) => drafted(step).length)), value: 4 }, draw);
-  panel.append(at.label, k.label, make("p", { class: "quiet" }, `Draft (${runs.last}); press a token to refuse it by hand:`), draftRow,
+  panel.append(at.label, k.label, make("p", { class: "quiet" }, `Draft (${drafterOf(runs.last)}); press a token to refuse it by hand:`), draftRow,
     make("p", { class: "quiet" }, "What the target says after the pending token, and after each drafted one:"), choiceRow,
     make("p", { class: "quiet" }, "Gained:"), gainRow, facts);
   draw();
@@ -86,7 +88,8 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   "After a refusal, draw from what is left of p: max(p − q, 0), made to sum to 1. Where q(x) is above p(x), x is sometimes refused; where it is below, the residual adds what is missing. The sum is p.",
 ], (panel) => {
   const of = (run) => run.steps.flatMap((step) => [...places(step)].filter(([, place]) => place.q.length).map(([node, place]) => ({ step, node, place })));
-  const wanted = ({ place }) => place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
+  const wanted = ({ place }) => place.likeliest[0][1] < 0.8 && place.q.reduce((sum, q, i) => sum + Math.min(q, place.likeliest[i][1]), 0) > 0.3 && place.trials.some((trial) => !trial[3]);
+  const seen = ([, ...values]) => values.some((value) => value >= 5e-4); // others would be rows of 0.000
   const temperatures = Object.keys(runs.rejection);
   let found = [];
   if (!temperatures.every((t) => of(runs.rejection[t]).length)) return nothing(panel);
@@ -99,7 +102,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
     p = [...place.likeliest.map(([, share]) => share)]; p.push(Math.max(0, 1 - p.reduce((a, b) => a + b, 0)));
     q = [...place.q]; q.push(Math.max(0, 1 - q.reduce((a, b) => a + b, 0)));
     const left = residualOf(p, q);
-    chart.replaceChildren(barsOf(names.map((name, i) => [name, p[i], q[i], left[i]]), [["p, target", "p"], ["q, drafter", "q"], ["residual", "r"]], "p, q and the residual of each token"));
+    chart.replaceChildren(barsOf(names.map((name, i) => [name, p[i], q[i], left[i]]).filter(seen), [["p, target", "p"], ["q, drafter", "q"], ["residual", "r"]], "p, q and the residual of each token"));
     const token = drafted(step)[parents(step).indexOf(node)];
     const pick = place.likeliest.findIndex(([each]) => each === token);
     const child = pick < 0 ? 0 : pick, chance = q[child] > 0 ? Math.min(1, p[child] / q[child]) : 1;
@@ -110,7 +113,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   const many = () => {
     counts = counts || p.map(() => 0);
     for (let i = 0; i < 1000; i++) { const one = speculate(p, q, random); counts[one.token] += 1; kept += one.accepted; drawn += 1; }
-    tally.replaceChildren(barsOf(names.map((name, i) => [name, p[i], counts[i] / drawn]), [["p", "p"], ["drawn by the rule", "r"]], "p beside what the rule drew"),
+    tally.replaceChildren(barsOf(names.map((name, i) => [name, p[i], counts[i] / drawn]).filter(seen), [["p", "p"], ["drawn by the rule", "r"]], "p beside what the rule drew"),
       make("p", { class: "quiet" }, `${drawn.toLocaleString("en")} draws, ${percentOf(kept / drawn)} accepted. The rule's shares go to p as draws are added.`));
   };
   const warm = slider("temperature", { min: 0, max: temperatures.length - 1, value: temperatures.indexOf("0.8"), show: (i) => temperatures[i] }, (i) => {
@@ -124,7 +127,7 @@ chapter("sampling", "Sampling: min(1, p/q) and the residual", [
   const button = make("button", { type: "button" }, "Draw 1,000 times");
   button.onclick = many;
   const same = JSON.stringify(runs.coupled.tokens) === JSON.stringify(runs.sampled.tokens);
-  panel.append(warm.label, at.label, u.label, chart, facts, recorded, button, tally,
+  panel.append(make("p", { class: "quiet" }, `Prompt: ${runs.sampled.prompt} Drafts by ${drafterOf(runs.last)}.`), warm.label, at.label, u.label, chart, facts, recorded, button, tally,
     make("p", {}, `Outpace's default, coupled, goes further: the noise for a token depends only on the seed and its position, so target and drafter read the same noise. Seed 3, temperature 0.8, plain: “${textUpTo(runs.sampled, 12)}…” Drafted: “${textUpTo(runs.coupled, 12)}…” All ${runs.sampled.tokens.length} tokens are ${same ? "the same" : "NOT the same"}.`));
   warm.move();
 }, "Why not just accept x with probability p(x)?", "Then too many drafts would be refused, and the output would not be p either: x arrives with probability q(x) already. Accepting with min(1, p/q) makes q(x) · min(1, p(x)/q(x)) = min(p(x), q(x)), the most that can be accepted without giving x too often.", "reject");

@@ -87,10 +87,11 @@ function curveOf(points, mark, { across, up, words, from = 0 }) {
   const least = Math.min(...points.map(([x]) => x));
   const x = (value) => left + ((right - left) * (value - least)) / (wide - least || 1);
   const y = (value) => floor - ((floor - top) * (value - from)) / (high - from);
-  for (let i = 0; i <= 4; i++) {
-    const value = from + ((high - from) * i) / 4;
+  const power = 10 ** Math.floor(Math.log10((high - from) / 3));
+  const between = power * [1, 2, 5, 10].find((round) => (high - from) / (round * power) < 6);
+  for (let value = from; value <= high; value += between) {
     shape(svg, "line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) });
-    shape(svg, "text", { class: "dim", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, fixed(value, high < 20 ? 1 : 0));
+    shape(svg, "text", { class: "dim", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, fixed(value, between < 1 ? 1 : 0));
   }
   for (const [value] of points.filter((_, i) => points.length < 16 || i % 4 === 0)) shape(svg, "text", { class: "dim", x: x(value), y: floor + 16, "text-anchor": "middle" }, value);
   shape(svg, "path", { class: "curve", d: points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("") });

@@ -57,7 +57,7 @@ chapter("who", "Who drafts", [
     const step = run.steps.find((each) => { if (from + gained(each).length > at.value) return true; from += gained(each).length; return false; }) || run.steps[0];
     const rows = names.map((name) => {
       const one = runs.who[name], proposed = sum(one, (each) => drafted(each).length), hit = sum(one, (each) => path(each).length);
-      return [name === "none" ? "none (plain)" : name, fixed(one.tokens.length / one.steps.length), proposed ? percentOf(hit / proposed) : "–", fixed(median(one.steps.map((each) => 1e3 * (each.s.draft || 0)))), fixed(one.speed, 0), JSON.stringify(one.tokens) === JSON.stringify(plain.tokens) ? "same" : "differs"];
+      return [name === "none" ? "none (plain)" : name, fixed(one.tokens.length / one.steps.length), proposed ? percentOf(hit / proposed) : "–", fixed(median(one.steps.map((each) => 1e3 * (each.s.draft || 0)))), fixed(rate(one), 0), JSON.stringify(one.tokens) === JSON.stringify(plain.tokens) ? "same" : "differs"];
     });
     table.replaceChildren(grid(["drafter", "tokens a step", "accepted", "draft, ms", "tokens/s", "tokens"], rows, names.indexOf(chosen)));
     const chips = drafted(step).map((token, i) => chip(word(token), path(step).includes(i) ? "yes" : "no"));
@@ -67,7 +67,7 @@ chapter("who", "Who drafts", [
   const who = chooser("drafter", names.map((name) => [name, name === "none" ? "none (plain)" : name]), draw);
   who.select.value = names[names.length - 1];
   const at = slider("token of the answer", { min: 0, max: plain.tokens.length - 1, value: Math.floor(plain.tokens.length * 0.7), show: (n) => String(n + 1) }, draw);
-  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. Speeds are of one run each."));
+  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. A step counts with the least time of several runs."));
   draw();
 }, "Which one should I take?", "outpace drafters MODEL --measure runs them with your model. Text that repeats its prompt (editing code, summaries, agents) favours lookups, which can be joined with a network: suffix+eagle:…");
 
@@ -98,7 +98,7 @@ chapter("tree", "Trees and batches", [
   };
   const at = slider("step of the run", { min: 1, max: steps.length, value: 1 + Math.max(0, steps.findIndex((step) => path(step).length > 1)) }, draw);
   const readers = slider("rows at once", { min: 1, max: 8, value: 1 }, draw);
-  panel.append(at.label, readers.label, view, facts);
+  panel.append(make("p", { class: "quiet" }, `Drafts by ${drafterOf(runs.trees)}.`), at.label, readers.label, view, facts);
   draw();
 }, "Does a tree change the output?", "No. The target's choice after a prefix does not depend on what else was drafted. A tree only makes it likelier that the choice is among the drafted tokens.", "walk");
 
@@ -110,12 +110,12 @@ chapter("yours", "Your model", [
   const draw = () => {
     const name = input.value.trim() || "demo", model = /^[\w./:@-]+$/.test(name) ? name : `'${name.replaceAll("'", "'\\''")}'`;
     commands.textContent = [
-      `outpace plan -m ${model} --acceptance ${fixed(a.value)}      # the best k, from costs measured there`,
-      `outpace drafters ${model} --measure            # which drafter is fastest`,
-      `outpace generate 'Why is the sky blue?' -m ${model} --compare`,
-      `outpace race 'Why is the sky blue?' -m ${model}   # plain and drafted, side by side`,
-      `outpace learn --record -m ${model} -d ngram -d suffix`,
-    ].join("\n");
+      ["the best k, from costs measured there", `outpace plan -m ${model} --acceptance ${fixed(a.value)}`],
+      ["which drafter is fastest", `outpace drafters ${model} --measure`],
+      ["both speeds, and what explains them", `outpace generate "Why is the sky blue?" -m ${model} --compare`],
+      ["plain and drafted, side by side", `outpace race "Why is the sky blue?" -m ${model}`],
+      ["this page", `outpace learn --record -m ${model} -d ngram -d suffix`],
+    ].map(([what, command]) => `# ${what}\n${command}`).join("\n\n");
   };
   input.addEventListener("input", draw);
   const a = slider("a, acceptance", { min: 0, max: 0.99, step: 0.01, value: 0.7, show: percentOf }, draw);
@@ -129,7 +129,7 @@ function race() {
   const times = (run) => { let at = 0; return run.steps.flatMap((step) => { at += took(step); return gained(step).map(() => at); }); };
   const lanes = [make("p", { class: "text" }), make("p", { class: "text" })], clocks = [make("p", { class: "quiet" }), make("p", { class: "quiet" })];
   const who = chooser("drafter", names.map((name) => [name, name]), () => show(Infinity));
-  const fastest = names.reduce((best, name) => (runs.who[name].speed > runs.who[best].speed ? name : best));
+  const fastest = names.reduce((best, name) => (rate(runs.who[name]) > rate(runs.who[best]) ? name : best));
   who.select.value = fastest;
   let frame = 0;
   const show = (now) => [plain, runs.who[who.value]].every((run, i) => {
@@ -147,7 +147,7 @@ function race() {
   };
   show(Infinity);
   return make("section", { id: "race" }, make("h2", {}, "A race"),
-    make("p", {}, "Both were decoded one after the other on one machine, and are replayed here at their measured speeds. outpace race does it live."),
+    make("p", {}, "Both were decoded one after the other on one machine, and are replayed here at their measured speeds. ", make("code", {}, "outpace race"), " decodes both live."),
     make("div", { class: "panel" }, who.label, button, make("div", { class: "lanes" },
       make("div", {}, make("h3", {}, "plain"), clocks[0], lanes[0]), make("div", {}, make("h3", {}, "drafted"), clocks[1], lanes[1]))));
 }

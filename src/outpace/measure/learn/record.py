@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,17 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
 
 CODE = "Write a Python function that adds two numbers, then one that multiplies two numbers."
-STORY = "Write a short story about a cat."
+PROSE = "Describe the water cycle in a short paragraph."
 SIZE = 4  # tokens drafted a step
 TREE = 8  # nodes of a tree
 TEMPERATURES = (0.4, 0.8, 1.2)
+REPEATS = 3  # times that all is run
 _KEYS = ("a", "t", "p", "v", "h", "k", "g", "P", "Q", "i")  # of a row, in a page
 
 
 def record(engines: Mapping[str, Engine], progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Run them. ``engines``: by drafter, "none" among them, over one model; the last is the one that samples and grows
-    trees. Nothing of a prompt is kept between runs that are compared."""
+    """Run them. ``engines``: by drafter, "none" among them, over one model; the last one samples, and trees are of the
+    last one that grows any. Nothing of a prompt is kept between runs that are compared."""
     plain, last = engines["none"], list(engines)[-1]
     greedy, sampled = {"temperature": 0.0, "max_tokens": 64}, {"temperature": 0.8, "max_tokens": 24, "seed": 3}
     texts: dict[int, str] = {}
@@ -53,24 +55,44 @@ def record(engines: Mapping[str, Engine], progress: Callable[[str], None] = lamb
             "tokens": list(result.token_ids),
             "read": result.prompt_tokens,
             "prefill": result.stats.prefill_seconds,
-            "speed": result.stats.decode_tokens_per_second,
             "steps": [_of(line) for line in steps],
         }
 
     for name, engine in engines.items():
         progress(f"{name}: greedy")
         found["who"][name] = run(engine, CODE, greedy, size=0 if name == "none" else SIZE)
-    progress(f"{last}: with probabilities, trees, sampling")
+    progress(f"{last}: with probabilities, sampling; trees")
     found["greedy"] = run(engines[last], CODE, {**greedy, "max_tokens": 40}, True, size=SIZE)
-    found["tree"] = run(engines[last], CODE, {**greedy, "max_tokens": 40}, size=TREE)
+    for name in reversed(list(engines)[1:]):
+        found |= {"trees": name, "tree": run(engines[name], CODE, {**greedy, "max_tokens": 40}, size=TREE)}
+        if any("p" in step for step in found["tree"]["steps"]):
+            break
     for temperature in TEMPERATURES:
         asked = {**sampled, "temperature": temperature}
-        found["rejection"][str(temperature)] = run(engines[last], STORY, asked, True, size=SIZE, acceptance="rejection")
-    found["coupled"] = run(engines[last], STORY, sampled, True, size=SIZE)
-    found["sampled"] = run(plain, STORY, sampled)
+        found["rejection"][str(temperature)] = run(engines[last], PROSE, asked, True, size=SIZE, acceptance="rejection")
+    found["coupled"] = run(engines[last], PROSE, sampled, True, size=SIZE)
+    found["sampled"] = run(plain, PROSE, sampled)
     used = {token for each in _runs(found) for token in _tokens(each)}
     found["texts"] = {str(token): text for token, text in sorted(texts.items()) if token in used}
     return found
+
+
+def fastest(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first of ``records``, which are of the same engines, each step with the least time that a phase of it took in
+    any of them: what disturbs a machine only adds."""
+    found = deepcopy(records[0])
+    for run, *others in zip(*map(_runs, (found, *records[1:])), strict=True):
+        alike = [other for other in others if _untimed(other) == _untimed(run)]
+        run["prefill"] = min(each["prefill"] for each in (run, *alike))
+        for step, *again in zip(*(each["steps"] for each in (run, *alike)), strict=True):
+            step["s"] = {
+                phase: min(each["s"].get(phase, t) for each in (step, *again)) for phase, t in step["s"].items()
+            }
+    return found
+
+
+def _untimed(run: Mapping[str, Any]) -> list[Any]:
+    return [{key: value for key, value in step.items() if key != "s"} for step in run["steps"]]
 
 
 def _of(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -492,7 +492,7 @@ function renderLine(svg, line, { x, y, graph, columns, wide, room, step, trace, 
   const written = id === null ? "…" : label(text, Math.max(4, Math.floor(room)));
   draw(group, "text", { class: look, x: graph + 12, y: y + 4 }, written);
   if (!own) {
-    if (wide) draw(group, "text", { class: "small", x: columns.source, y: y + 4 }, label(source, 9));
+    if (wide) draw(group, "text", { class: "small", x: columns.source, y: y + 4 }, label(source, step.confidence.length ? 9 : 18));
     if (step.confidence.length) renderBar(group, columns.confidence, y, step.confidence[node], hue);
     if (step.worth.length) draw(group, "text", { class: "end", x: columns.worth, y: y + 4 }, rounded(step.worth[node]));
   }

@@ -108,7 +108,7 @@ export function fillAnswer(parent, answer, { colours, running, copy }) {
   for (const [source, n] of by) {
     figures.append(" · ", element("span", { class: colour(source) || null }, source), `\u00a0${Math.round((100 * n) / sum)}\u00a0%`);
   }
-  if (answer.finish === "length" && !running) figures.append(" · cut off at the most tokens");
+  if (answer.finish === "length" && !running) figures.append(" · stopped at the token limit");
   if (answer.stopped) figures.append(" · stopped");
   if (answer.figures.drafter !== "none" && !running && work(answer)) {
     figures.append(element("span", { class: "why", title: answer.figures.off_because || null }, work(answer)));
