@@ -208,7 +208,7 @@ def llama_server(given: argparse.Namespace, path: Path, rows: list[PromptRow]) -
         for mode in modes:
             peer = Peer("llamacpp-q4_1-built", mode, "", given.llama_server)
             first = {"tokens": prompts[0][:64], "max_tokens": 8, "eos": eos}
-            workers.append(Worker(peer, path, Path("experts.log"), first))
+            workers.append(Worker(peer, path, cache_dir() / "experts.log", first))
         for row, prompt in zip(rows, prompts, strict=True):
             for worker in workers:
                 answer = worker.ask({"tokens": prompt, "max_tokens": given.max_tokens, "eos": eos})

@@ -16,7 +16,7 @@ from outpace import SamplingParams
 from outpace.cli.race import Lane, _frame
 from outpace.control.cost import WIDTHS, Cost
 from outpace.measure.learn import page, recorded
-from outpace.measure.learn.record import CODE, STORY
+from outpace.measure.learn.record import CODE, PROSE
 from outpace.measure.plan import expected_tokens
 from outpace.measure.trace import tracing
 from outpace.measure.view import write
@@ -122,12 +122,12 @@ def test_what_is_recorded_here_is_what_the_model_decodes(
     code, _, said = outpace(
         capsys, "learn", "--record", "-d", "ngram", "-o", "page.html", "--data", "runs.json", "--json"
     )
-    assert (code, "recording ngram: greedy" in said) == (0, True)
+    assert (code, "recording 1 of 3, ngram: greedy" in said) == (0, True)
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert set(runs["who"]) == {"none", "ngram"}
     assert json.dumps(runs["who"]["ngram"]["tokens"])[1:-1] in (tmp_path / "page.html").read_text().replace(",", ", ")
     _, out, _ = outpace(capsys, "generate", CODE, "-d", "none", "-n", "64", "--json")
-    _, sampled, _ = outpace(capsys, "generate", STORY, "-d", "none", "-n", "24", "-T", "0.8", "--seed", "3", "--json")
+    _, sampled, _ = outpace(capsys, "generate", PROSE, "-d", "none", "-n", "24", "-T", "0.8", "--seed", "3", "--json")
     greedy, drawn = json.loads(out)["token_ids"], json.loads(sampled)["token_ids"]
     for run in (*runs["who"].values(), runs["greedy"], runs["tree"]):
         assert run["tokens"] == greedy[: len(run["tokens"])]
