@@ -158,6 +158,14 @@ def test_the_policy_sizes_drafts(novelty: float, least: float, most: float, monk
     assert not len(proposer._policy) or proposer._live
 
 
+def test_the_log_says_who_sizes_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        made("suffix")
+        made("suffix:size=4")
+    said = [record.getMessage().rpartition("tokens, ")[2] for record in caplog.records]
+    assert said == ["sized by the policy", "fixed"]
+
+
 def test_refused() -> None:
     for spec, said in (
         ("eagle:demo", "eagle does not draft inside vLLM"), ("suffix+mtp", "mtp does not draft inside vLLM"),

@@ -92,7 +92,7 @@ class Proposer:
         self._drafted: list[Row] = []  # rows of the step under way, as `_step` has them
         self._requests, self._drafting, self._ended = 0, 0.0, 0.0
         self._close = weakref.finalize(self, self._drafter.close)
-        size = "sized by the policy" if self._policy else "fixed"
+        size = "fixed" if self._policy is None else "sized by the policy"
         log.info("outpace drafts in vLLM: %s, chains of at most %d tokens, %s", given.text, self._most, size)
 
     def close(self) -> None:
