@@ -95,6 +95,25 @@ def test_what_is_too_much_goes_from_far_away(coder: Running) -> None:
     assert short["tokens_evaluated"] == 412
 
 
+def test_a_prompt_is_read_ahead_of_time(coder: Running) -> None:
+    """As llama.vim asks, before the text around the middle is known."""
+    beside = [{"filename": "ahead.py", "text": " seven" * 200, "time": 1}]
+    ahead = {
+        "id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": beside, "prompt": "", "n_predict": 0,
+        "temperature": 0.0, "samplers": [], "stream": False, "cache_prompt": True, "t_max_prompt_ms": 1,
+        "t_max_predict_ms": 1,
+    }  # fmt: skip
+    assert coder.answer("/infill", {**ahead, "response_fields": [""]}) == {}
+    answer = coder.answer("/infill", {**ASKED, "input_extra": beside, "n_predict": 4, "temperature": 0})
+    assert answer["timings"]["cache_n"] > 200
+    for path, asked in (("/infill", ahead), ("/completion", {"prompt": PREFIX, "n_predict": 0})):
+        (event,) = coder.events(path, asked)
+        for last in (coder.answer(path, asked), event):
+            assert (last["content"], last["tokens"], last["stop"], last["stop_type"]) == ("", [], True, "limit")
+            assert (last["tokens_predicted"], last["generation_settings"]["n_predict"]) == (0, 0)
+            assert last["tokens_evaluated"] == last["tokens_cached"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
