@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outpace import Engine
+from outpace.common.arrays import I32
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.middle import Middle
 from tests.server.serving import Running, serving
 from tests.small_tokenizers import of_pieces
 
@@ -93,6 +96,27 @@ def test_what_is_too_much_goes_from_far_away(coder: Running) -> None:
     assert short["prompt"].endswith(f" three<file_sep>filename\n{PROMPT}")
     assert short["prompt"].startswith(" three three")
     assert short["tokens_evaluated"] == 412
+
+
+def test_files_that_would_go_are_not_encoded() -> None:
+    """In whatever room, the same as cut from all of them."""
+    encoded = list[str]()
+
+    def encode(text: str) -> I32:
+        encoded.append(text)
+        return np.array([100 + ord(each) for each in text], np.int32)
+
+    nothing, files = np.zeros(0, np.int32), [("a", "one"), ("b", "two" * 9), ("c", "")]
+    for middle in (Middle(1, 2, 3, repository=4, file=5), Middle(1, 2, 3)):
+        whole = middle.prompt(encode, nothing, nothing, files=files, most=500).tolist()
+        assert [text for text in encoded if text in dict(files).values()] == ["", "two" * 9, "one"]
+        for most in range(3, len(whole) + 2):
+            cut = middle.prompt(encode, nothing, nothing, files=files, most=most).tolist()
+            assert cut == [*whole[max(len(whole) - most, 0) : -3], *whole[-3:]]
+        encoded.clear()
+        middle.prompt(encode, nothing, nothing, files=files, most=40)
+        assert ("two" * 9 in encoded, "one" in encoded) == (True, False)
+        encoded.clear()
 
 
 def test_a_prompt_is_read_ahead_of_time(coder: Running) -> None:

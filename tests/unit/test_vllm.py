@@ -173,6 +173,8 @@ def test_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(DrafterError, match=said):
             made(spec)
+    with pytest.raises(DrafterError, match="no drafter is configured: give one in vLLM's additional_config"):
+        made("configured", {"outpaced": "suffix"})
     other = SimpleNamespace(model_config=None)
     with pytest.raises(OutpaceError, match=r"another interface for custom drafters than 0\.32 and 0\.33: its config"):
         vllm.suffix(other)

@@ -72,12 +72,14 @@ class Proposer:
     def __init__(self, spec: str | None, config: Any) -> None:
         try:
             if spec is None:
-                spec = str(config.additional_config.get("outpace", "suffix"))
+                spec = str((config.additional_config or {}).get("outpace", ""))
             vocab = int(config.model_config.get_vocab_size())
             self._longest = int(config.model_config.max_model_len)
             most = int(config.speculative_config.num_speculative_tokens)
         except (AttributeError, TypeError) as error:
             raise _other(f"its config differs ({error})") from error
+        if not spec:
+            raise DrafterError('no drafter is configured: give one in vLLM\'s additional_config, {"outpace": "suffix"}')
         given = _lookups(spec)
         self._policy = Adaptive(Cost.guess()) if given.size in (None, "auto") else None
         self._most = most if given.size in (None, "auto") else min(most, int(given.size or 0))
