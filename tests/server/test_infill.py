@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outpace import Engine
+from outpace.common.arrays import I32
 from outpace.models.weights.gguf import GGUFFile
+from outpace.text.middle import Middle
 from tests.server.serving import Running, serving
 from tests.small_tokenizers import of_pieces
 
@@ -93,6 +96,46 @@ def test_what_is_too_much_goes_from_far_away(coder: Running) -> None:
     assert short["prompt"].endswith(f" three<file_sep>filename\n{PROMPT}")
     assert short["prompt"].startswith(" three three")
     assert short["tokens_evaluated"] == 412
+
+
+def test_files_that_would_go_are_not_encoded() -> None:
+    """In whatever room, the same as cut from all of them."""
+    encoded = list[str]()
+
+    def encode(text: str) -> I32:
+        encoded.append(text)
+        return np.array([100 + ord(each) for each in text], np.int32)
+
+    nothing, files = np.zeros(0, np.int32), [("a", "one"), ("b", "two" * 9), ("c", "")]
+    for middle in (Middle(1, 2, 3, repository=4, file=5), Middle(1, 2, 3)):
+        whole = middle.prompt(encode, nothing, nothing, files=files, most=500).tolist()
+        assert [text for text in encoded if text in dict(files).values()] == ["", "two" * 9, "one"]
+        for most in range(3, len(whole) + 2):
+            cut = middle.prompt(encode, nothing, nothing, files=files, most=most).tolist()
+            assert cut == [*whole[max(len(whole) - most, 0) : -3], *whole[-3:]]
+        encoded.clear()
+        middle.prompt(encode, nothing, nothing, files=files, most=40)
+        assert ("two" * 9 in encoded, "one" in encoded) == (True, False)
+        encoded.clear()
+
+
+def test_a_prompt_is_read_ahead_of_time(coder: Running) -> None:
+    """As llama.vim asks, before the text around the middle is known."""
+    beside = [{"filename": "ahead.py", "text": " seven" * 200, "time": 1}]
+    ahead = {
+        "id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": beside, "prompt": "", "n_predict": 0,
+        "temperature": 0.0, "samplers": [], "stream": False, "cache_prompt": True, "t_max_prompt_ms": 1,
+        "t_max_predict_ms": 1,
+    }  # fmt: skip
+    assert coder.answer("/infill", {**ahead, "response_fields": [""]}) == {}
+    answer = coder.answer("/infill", {**ASKED, "input_extra": beside, "n_predict": 4, "temperature": 0})
+    assert answer["timings"]["cache_n"] > 200
+    for path, asked in (("/infill", ahead), ("/completion", {"prompt": PREFIX, "n_predict": 0})):
+        (event,) = coder.events(path, asked)
+        for last in (coder.answer(path, asked), event):
+            assert (last["content"], last["tokens"], last["stop"], last["stop_type"]) == ("", [], True, "limit")
+            assert (last["tokens_predicted"], last["generation_settings"]["n_predict"]) == (0, 0)
+            assert last["tokens_evaluated"] == last["tokens_cached"]
 
 
 @pytest.mark.parametrize(

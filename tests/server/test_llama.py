@@ -140,7 +140,6 @@ def test_routes_without_v1_and_with_a_slash_too_many(demo: Running) -> None:
     [
         ({"mirostat": 2}, "mirostat"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
-        ({"n_predict": 0}, "n_predict"),
         ({"logit_bias": [["a", 1]] * 257}, "logit_bias"),
         ({"repeat_penalty": 1e9}, "repeat_penalty"),
         ({"json_schema": {"type": "nothing"}}, "json_schema"),

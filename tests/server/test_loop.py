@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outpace import Engine
+from outpace.server.engines import runner
 from outpace.server.engines.runner import Parser
 from outpace.server.observe.metrics import Metrics
 from tests.native.native_helpers import Tiny
@@ -87,6 +88,14 @@ def test_chunks_are_read_as_h11_reads_them_but_many_at_once() -> None:
         pieces = [sent[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
         ours, theirs = read(Parser(h11.SERVER), pieces), read(h11.Connection(h11.SERVER), pieces)
         assert ours[1:] == theirs[1:], (sizes, pieces)
+
+
+def test_an_h11_with_other_names_reads_chunks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WITHIN", ("_renamed",))
+    crumbs = [HEAD + b"1\r\na\r\n" * 1000]
+    parser = Parser(h11.SERVER)
+    assert read(parser, crumbs) == read(h11.Connection(h11.SERVER), crumbs)
+    assert parser.chunks == 1000
 
 
 def read(parser: h11.Connection, pieces: list[bytes]) -> tuple[int, bytes, list[str], bytes]:

@@ -343,7 +343,8 @@ def test_prompts_have_log_probabilities(demo: Running) -> None:
         assert found[str(token)]["decoded_token"] == demo.answer("/detokenize", {"tokens": [token]})["content"]
     assert "prompt_logprobs" not in demo.answer(CHAT, {"messages": ASK, **asked})
     for path, prompt in ((CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "a"})):
-        for more in ({"prompt_logprobs": 0, "stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}):
+        resumed = {"prompt_logprobs": 0, "resume": {"token_ids": [5]}, "seed": 1}
+        for more in ({"prompt_logprobs": 0, "stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}, resumed):
             assert demo.answer(path, {**prompt, **more}, 400)["error"]["param"] == "prompt_logprobs"
 
 

@@ -225,6 +225,22 @@ def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -
             assert other.why in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "said"),
+    [
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs: Input should be greater than or"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+        ("/v1/chat/completions", {"messages": [], "tools": 5}, "tools: Input should be a valid array"),
+        ("/infill", {"input_prefix": "", "input_suffix": "", "prompt": 5}, "prompt: Input should be a valid string"),
+        ("/api/generate", {"model": "demo", "prompt": "a", "images": ["x"]}, "images is not supported: this server"),
+    ],
+)
+def test_a_wrong_value_is_not_taken_for_a_field_of_other_routes(
+    demo: Running, path: str, more: dict[str, Any], said: str
+) -> None:
+    assert said in str(demo.answer(path, more, 400)["error"])
+
+
 PART, MORE = {"type": "text", "text": "Hi"}, {"colour": {"a": [1]}}
 TOOL = {"type": "function", "function": {"name": "f", **MORE}, **MORE}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [

@@ -149,3 +149,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert f"--spec-draft-model {tmp_path / 'ours.gguf'} --spec-type draft-eagle3" in said
     assert (tmp_path / "ours.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_a_target_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may well have the name that the export would have."""
+    source = resolve("demo").path
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours.gguf").symlink_to(source)
+    size = source.stat().st_size
+    monkeypatch.chdir(tmp_path / "ours")
+    for kind, path in (("gguf", tmp_path / "ours"), ("gguf", Path()), ("vllm", Path())):
+        given = ["--out", str(tmp_path / "ours.gguf")] if kind == "vllm" else []
+        with pytest.raises(ParameterError, match=r"ours\.gguf is the target itself: give another name"):
+            parse(["export", kind, str(path), "-m", str(tmp_path / "ours.gguf"), *given])()
+    assert (source.stat().st_size, (tmp_path / "ours.gguf").is_symlink()) == (size, True)

@@ -158,6 +158,14 @@ def test_the_policy_sizes_drafts(novelty: float, least: float, most: float, monk
     assert not len(proposer._policy) or proposer._live
 
 
+def test_the_log_says_who_sizes_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        made("suffix")
+        made("suffix:size=4")
+    said = [record.getMessage().rpartition("tokens, ")[2] for record in caplog.records]
+    assert said == ["sized by the policy", "fixed"]
+
+
 def test_refused() -> None:
     for spec, said in (
         ("eagle:demo", "eagle does not draft inside vLLM"), ("suffix+mtp", "mtp does not draft inside vLLM"),
@@ -165,6 +173,8 @@ def test_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(DrafterError, match=said):
             made(spec)
+    with pytest.raises(DrafterError, match="no drafter is configured: give one in vLLM's additional_config"):
+        made("configured", {"outpaced": "suffix"})
     other = SimpleNamespace(model_config=None)
     with pytest.raises(OutpaceError, match=r"another interface for custom drafters than 0\.32 and 0\.33: its config"):
         vllm.suffix(other)

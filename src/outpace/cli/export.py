@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -30,11 +31,9 @@ def vllm(
 
     if not 1 <= tokens <= 64:
         raise ParameterError(f"--tokens {tokens} is out of range: give 1 to 64")
-    out = path.with_name(f"{path.resolve().name}-vllm") if out is None else out
-    if out.exists() and out.resolve() == path.resolve():
-        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
-    drafter = read(path)
     source = resolve(model)
+    out = _place(path, out, "-vllm", source.path)
+    drafter = read(path)
     rows = TargetRows.of(source)
     served = verifier_of(source, verifier)
     config = to_vllm(out, drafter, rows, served, tokens=tokens, dtype=dtype)
@@ -61,10 +60,8 @@ def sglang(
     from outpace.models.load import resolve
     from outpace.training.export import TargetRows, to_eagle3
 
-    out = path.with_name(f"{path.resolve().name}-sglang") if out is None else out
-    if out.exists() and out.resolve() == path.resolve():
-        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
     source = resolve(model)
+    out = _place(path, out, "-sglang", source.path)
     to_eagle3(out, read(path), TargetRows.of(source), dtype=dtype, sglang=True)
     if not common.emit({"out": str(out), "speculative_algorithm": "EAGLE3"}):
         target = "MODEL" if source.kind == "gguf" else source.name
@@ -88,8 +85,8 @@ def gguf(
     from outpace.training.export import TargetRows
     from outpace.training.export_gguf import to_gguf
 
-    out = path.with_name(f"{path.resolve().name}.gguf") if out is None else out
     source = resolve(model)
+    out = _place(path, out, ".gguf", source.path)
     if source.kind != "gguf":
         raise ParameterError(f"--model {model} is no GGUF file, and llama.cpp serves those: name the target's file")
     kind = to_gguf(out, read(path), TargetRows.of(source), source.path, dtype=dtype)
@@ -107,14 +104,24 @@ def q4(
     """Write a drafter with 4-bit weights, a third of its size; beside a target of 4 bits it drafts the same."""
     from outpace.drafters.learned.checkpoint import WEIGHTS, read, write
 
-    out = path.with_name(f"{path.resolve().name}-q4") if out is None else out
-    if out.exists() and out.resolve() == path.resolve():
-        raise ParameterError(f"--out {out} is the drafter itself: name another folder")
+    out = _place(path, out, "-q4")
     drafter = read(path)
     write(out, drafter.method, drafter.config, drafter.tensors, drafter.target, drafter.recipe, dtype="q4_1")
     size = (out / WEIGHTS).stat().st_size
     print(json_.dumps({"out": str(out), "bytes": size}) if common.json else f"{out}: {size / 1e6:.1f} MB")
     return 0
+
+
+def _place(path: Path, out: Path | None, ending: str, target: Path | None = None) -> Path:
+    """What to write: ``out``, or what stands beside the drafter under its name with ``ending``. Raises ParameterError
+    where that is read, so that writing it would be the end of a model."""
+    if out is None:
+        named = path if path.name not in ("", "..") else Path(os.path.abspath(path))
+        out = named.with_name(f"{path.resolve().name}{ending}")
+    for read, what in ((path, "drafter"), (target, "target")):
+        if read is not None and out.exists() and out.resolve() == read.resolve():
+            raise ParameterError(f"--out {out} is the {what} itself: give another name")
+    return out
 
 
 COMMAND = Group(

@@ -72,12 +72,14 @@ class Proposer:
     def __init__(self, spec: str | None, config: Any) -> None:
         try:
             if spec is None:
-                spec = str(config.additional_config.get("outpace", "suffix"))
+                spec = str((config.additional_config or {}).get("outpace", ""))
             vocab = int(config.model_config.get_vocab_size())
             self._longest = int(config.model_config.max_model_len)
             most = int(config.speculative_config.num_speculative_tokens)
         except (AttributeError, TypeError) as error:
             raise _other(f"its config differs ({error})") from error
+        if not spec:
+            raise DrafterError('no drafter is configured: give one in vLLM\'s additional_config, {"outpace": "suffix"}')
         given = _lookups(spec)
         self._policy = Adaptive(Cost.guess()) if given.size in (None, "auto") else None
         self._most = most if given.size in (None, "auto") else min(most, int(given.size or 0))
@@ -92,7 +94,7 @@ class Proposer:
         self._drafted: list[Row] = []  # rows of the step under way, as `_step` has them
         self._requests, self._drafting, self._ended = 0, 0.0, 0.0
         self._close = weakref.finalize(self, self._drafter.close)
-        size = "sized by the policy" if self._policy else "fixed"
+        size = "fixed" if self._policy is None else "sized by the policy"
         log.info("outpace drafts in vLLM: %s, chains of at most %d tokens, %s", given.text, self._most, size)
 
     def close(self) -> None:

@@ -170,6 +170,8 @@ def refusal(error: ValidationError) -> APIError:
         return APIError(400, f"the body is not a JSON object of this kind: {first['msg']}", code="invalid_json")
     param = ".".join(place)
     other = FIELDS.get(place[-1])
+    if other is not None and other.takes is None and first.get("ctx", {}).get("max_length") != 0:
+        other = None  # others lack such a field: this request has it, with a wrong value
     if kind == "unknown_field" or (other and kind != "missing"):
         why = first["ctx"]["why"] if kind == "unknown_field" or other is None else other.why
         return APIError(400, f"{param} is not supported: {why}", param=param, code="unsupported_parameter")

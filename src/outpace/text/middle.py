@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,7 @@ class Middle:
         after: I32,
         *,
         start: Sequence[int] = (),
-        files: Iterable[tuple[str, str]] | None = None,
+        files: Sequence[tuple[str, str]] | None = None,
         begun: Sequence[int] = (),
         most: int,
     ) -> I32:
@@ -71,20 +71,26 @@ class Middle:
         room = max(most - 3 - len(start) - len(begun), 0)
         after = after[: max(room // 4, room - len(before))]
         before = before[max(len(before) - (room - len(after)), 0) :]
-        beside = [] if files is None else self._beside(encode, files)
         left = room - len(before) - len(after)
-        beside = beside[max(len(beside) - left, 0) :]
+        beside = [] if files is None else self._beside(encode, files, left)
         parts = (start, beside, [self.prefix], before, begun, [self.suffix], after, [self.middle])
         return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
-    def _beside(self, encode: Callable[[str], I32], files: Iterable[tuple[str, str]]) -> list[int]:
-        found = list[int]()
-        if self.repository is not None:
-            found += [self.repository, *encode(_REPOSITORY).tolist()]
-        for name, text in files:
+    def _beside(self, encode: Callable[[str], I32], files: Sequence[tuple[str, str]], most: int) -> list[int]:
+        """The last ``most`` ids of what stands before. It is made from its end: texts that would go are not encoded."""
+        blocks = [[] if self.file is None else [self.file, *encode(_FILE).tolist()]]
+        size = len(blocks[0])
+        for name, text in reversed(files):
+            if size >= most:
+                break
             border = [] if self.file is None else [self.file]
-            found += [*border, *encode(_SNIPPET if self.file is None else f"{name}\n").tolist(), *encode(text).tolist()]
-        return found if self.file is None else [*found, self.file, *encode(_FILE).tolist()]
+            border += encode(_SNIPPET if self.file is None else f"{name}\n").tolist()
+            blocks.append([*border, *encode(text).tolist()])
+            size += len(blocks[-1])
+        if self.repository is not None:
+            blocks.append([self.repository, *encode(_REPOSITORY).tolist()])
+        beside = [token for block in reversed(blocks) for token in block]
+        return beside[max(len(beside) - most, 0) :]
 
 
 def found(id_of: Callable[[str], int | None], keyed: Mapping[str, int]) -> Middle | None:

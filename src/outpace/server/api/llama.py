@@ -55,7 +55,9 @@ class LlamaFields(SamplingFields):
 
     model: str | None = None
     stream: bool | None = None
-    n_predict: int | None = Field(default=None, description="Below 0, and by default: as many as the context holds.")
+    n_predict: int | None = Field(
+        default=None, description="Below 0, and by default: as many as the context holds; 0: the prompt is only read."
+    )
     n_probs: int | None = Field(default=None, description="Each token's log-probability, with so many others.")
     repeat_penalty: float | None = Field(default=None, description="repetition_penalty, of the whole text.")
     logit_bias: dict[str, float] | Items[tuple[int | str, float | Literal[False]]] | None = Field(
@@ -161,15 +163,15 @@ def _work(body: LlamaFields, prompt: Any, settings: ServerSettings, model: Serve
     """``prompt``: as completions take it. Raises ParameterError, RuleError or APIError."""
     sampling.check_logprobs("n_probs", body.n_probs or 0, settings)
     made = completions.work(_as_completion(body, prompt, settings), settings, model, scope)
-    return replace(made, params=made.params.with_(logit_bias={**made.params.logit_bias, **_biases(body, model)}))
+    params = made.params.with_(logit_bias={**made.params.logit_bias, **_biases(body, model)})
+    return replace(made, params=params, nothing=body.n_predict == 0)
 
 
 def _most(body: LlamaFields, settings: ServerSettings) -> int | None:
-    """Tokens of the answer; None: as many as the context holds."""
+    """Tokens to write; None: as many as the context holds. Where n_predict is 0 it is one, which the answer leaves out:
+    the prompt is read, so that a later one finds its KV."""
     most = settings.sampling.get("max_tokens", -1) if body.n_predict is None else max(body.n_predict, -1)
-    if most == 0:
-        raise APIError(400, "n_predict=0 asks for no answer: give at least 1", param="n_predict")
-    return None if most is None else sampling.bounded(most)
+    return None if most is None else sampling.bounded(most or 1)
 
 
 def _as_completion(body: LlamaFields, prompt: Any, settings: ServerSettings) -> completions.CompletionRequest:
@@ -311,9 +313,10 @@ class LlamaEncoder(Encoder):
     def _last(self, choice: Whole) -> dict[str, Any]:
         generation, result = self.generation, self.generation.results[choice.index]
         model, params, prompt = generation.model, generation.work.params, generation.work.prompts[choice.index]
-        predicted, total = result.completion_tokens, len(prompt) + result.completion_tokens
+        predicted = 0 if generation.work.nothing else result.completion_tokens
+        total = len(prompt) + predicted
         word = choice.stop_reason if isinstance(choice.stop_reason, str) and choice.finish == "stop" else ""
-        limited = choice.finish != "stop"
+        limited, most = choice.finish != "stop", 0 if generation.work.nothing else params.max_tokens or -1
         return {
             "index": choice.index,
             "stop": True,
@@ -328,7 +331,7 @@ class LlamaEncoder(Encoder):
             "stop_type": "word" if word else "limit" if limited else "eos",
             "stopping_word": word,
             "generation_settings": {
-                **_OFF, **params.to_dict(), "n_predict": params.max_tokens or -1, "n_probs": self.body.n_probs or 0,
+                **_OFF, **params.to_dict(), "n_predict": most, "n_probs": self.body.n_probs or 0,
                 "repeat_penalty": params.repetition_penalty,
             },
             "timings": timings(generation),

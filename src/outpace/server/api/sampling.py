@@ -218,6 +218,12 @@ def check_prompt_logprobs(body: Sampling, settings: ServerSettings) -> None:
             "prompt_logprobs come with a whole answer: leave stream out, or prompt_logprobs",
             param="prompt_logprobs",
         )
+    if body.prompt_logprobs is not None and body.resume is not None:
+        raise APIError(
+            400,
+            "prompt_logprobs are of the prompt, and a resumed answer has only what follows: leave one of them out",
+            param="prompt_logprobs",
+        )
 
 
 def check_text(text: str, model: Served, param: str, *, special: bool = False) -> None:

@@ -36,9 +36,9 @@ class Work:
     """What an engine is asked: every prompt (token ids int32 [P]) with the same parameters.
 
     ``options``: of ``Engine.prepare``; ``parser``: of a choice's text, by the choice's index; ``trace``: the answer
-    says who wrote it; ``nothing``: only the prompts' log-probabilities are asked for; ``texts``: the prompts, where
-    the answer repeats them; ``notes``: what of the request changed nothing; ``resume``: token ids, by choice, that
-    the answer goes on after, ``verify`` the last of them.
+    says who wrote it; ``nothing``: only the prompts are read, and what is written is left out; ``texts``: the prompts,
+    where the answer repeats them; ``notes``: what of the request changed nothing; ``resume``: token ids, by choice,
+    that the answer goes on after, ``verify`` the last of them.
     """
 
     prompts: list[I32]
@@ -123,7 +123,7 @@ class Colours:
 @dataclass(slots=True)
 class Choice:
     """Makes parts of one sample's deltas. ``colours``: who wrote what, where the request asks for it; ``nothing``: only
-    the prompt's log-probabilities are asked for, so generated tokens are left out."""
+    the prompt is read, so generated tokens are left out."""
 
     index: int
     parser: OutputParser = field(default_factory=Plain)

@@ -130,8 +130,7 @@ def system_fingerprint(serving: AsyncEngine, load: LoadOptions | None = None) ->
     ``fp_5f2a...-a1-0.1.0-bfloat16-kvbfloat16``: 16 digits of the model ("none": it has no files), the version of the
     native backend's arithmetic (elsewhere the device, and whether it is strict), that of Outpace, the weights' type and
     the keys' and values' type (elsewhere their bytes a position); 8 digits of a template of chats that is not the
-    model's. Reads pieces of the model's files: not for the event
-    loop. Raises OSError.
+    model's. Reads pieces of the model's files: not for the event loop. Raises OSError.
     """
     model = serving.engine.model
     info = model.info

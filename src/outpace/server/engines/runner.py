@@ -18,7 +18,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from h11._readers import ChunkedReader
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outpace.errors import Argument, ParameterError
@@ -113,16 +112,18 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer, which may com
 _PROBED = 0.05, 5.0  # seconds until a half-closed connection is written to again, at first and at most
 
 
-class Chunks(ChunkedReader):
-    """h11's reader of chunks, which takes all whole ones that are there at once: one event for each costs seven times
-    as much, in the event loop. What is not whole or not plain is left to h11."""
+class Chunks:
+    """Around h11's ``reader`` of chunks: takes all whole ones that are there at once, since one event for each costs
+    seven times as much, in the event loop. What is not whole or not plain is left to h11."""
 
-    taken = 1  # chunks, of which the last event's data is
+    def __init__(self, reader: Any) -> None:
+        self._reader, self.read_eof = reader, reader.read_eof
+        self.taken = 1  # chunks, of which the last event's data is
 
     def __call__(self, buf: Any) -> Any:
         self.taken = 1
-        if self._bytes_in_chunk or self._bytes_to_discard or self._reading_trailer:
-            return super().__call__(buf)
+        if any(getattr(self._reader, name) for name in _WITHIN):
+            return self._reader(buf)
         data, at, found = bytes(buf), 0, list[bytes]()
         while (head := _CHUNK_HEAD.match(data, at)) and (size := int(head[1], 16)):
             begin, end = head.end(), head.end() + size
@@ -131,13 +132,14 @@ class Chunks(ChunkedReader):
             found.append(data[begin:end])
             at = end + 2
         if len(found) < 2:
-            return super().__call__(buf)
+            return self._reader(buf)
         self.taken = len(found)
         buf.maybe_extract_at_most(at)
         return h11.Data(data=b"".join(found))
 
 
 _CHUNK_HEAD = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+_WITHIN = "_bytes_in_chunk", "_bytes_to_discard", "_reading_trailer"  # of h11's reader, where it is within a chunk
 
 
 class Parser(h11.Connection):
@@ -149,10 +151,13 @@ class Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.chunks = self.length = 0
-            if isinstance(self._reader, ChunkedReader):
-                self._reader = Chunks()
+            reader, buffer = getattr(self, "_reader", None), getattr(self, "_receive_buffer", None)
+            inside = all(hasattr(reader, name) for name in (*_WITHIN, "read_eof"))
+            if inside and hasattr(buffer, "maybe_extract_at_most"):  # an h11 that names them otherwise reads by itself
+                self._reader: Any = Chunks(reader)
         elif isinstance(event, h11.Data):
-            self.chunks += self._reader.taken if isinstance(self._reader, Chunks) else 1
+            reader = getattr(self, "_reader", None)
+            self.chunks += reader.taken if isinstance(reader, Chunks) else 1
             self.length += len(event.data)
         return event
 
