@@ -95,7 +95,7 @@ def fastest(value: Mapping[str, Any]) -> list[Bar]:
         plain = speed if mode in _PLAIN else best[name].mark if name in best else 0.0
         changed = f"{row['changed']} of {row['prompts']} answers changed" if row["changed"] else "no answer changed"
         weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
-        drafts = f"{plain:.0f} plain; {mode}{weights}; {changed}"
+        drafts = f"{f'{plain:.0f} plain; ' if plain else ''}{mode}{weights}; {changed}"
         note = "plain, faster than drafting" if mode in _PLAIN else drafts
         best[name] = Bar(name, speed, note, engine == "outpace", plain)
     return sorted(best.values(), key=lambda bar: bar.value)
