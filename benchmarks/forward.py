@@ -107,6 +107,13 @@ def bandwidth(threads: int) -> float:
     return size / _native.read_seconds(size, threads, 5)
 
 
+def named(text: str) -> tuple[str, str]:
+    name, _, command = text.partition("=")
+    if not name or not command:
+        raise argparse.ArgumentTypeError(f"{text!r} has no name or no command: give NAME=COMMAND, as in llama.cpp=PATH")
+    return name, command
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--threads", type=int)
@@ -123,7 +130,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=6, help="forwards of a cell in a round")
     parser.add_argument("--prefill", type=int, default=1000)
     parser.add_argument(
-        "--llama-bench", action="append", metavar="NAME=COMMAND", default=[],
+        "--llama-bench", action="append", metavar="NAME=COMMAND", default=[], type=named,
         help="the same widths there, --model as it is and as Q4_0, before and after; the fastest",
     )  # fmt: skip
     add_json(parser)
@@ -156,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     prefill_row = model.kv.alloc()
     prefill = Batch.pack([prefill_row], [prompt], [0], [False])
     prefill_seconds, speeds = [], [bandwidth(model.threads)]
-    others = dict(each.split("=", 1) for each in options.llama_bench)
+    others = dict(options.llama_bench)
     source = demo.smollm2() if options.model == "demo" else Path(options.model)
     checks: dict[str, list[Any]] = {}
     with Measuring() as measuring:

@@ -181,18 +181,21 @@ def test_shapes_that_come_often_are_captured_and_the_oldest_make_way(
                 assert run(model, {row: text(width, i)}, hidden_layers=(1,))[0].shape[0] == width
             return [bucket.width for bucket in graphs]
 
-        monkeypatch.setattr(fixed_shapes, "APART", 0)
         assert widths(1, AFTER - 1) == []
         assert widths(1, 1) == [1]
+        monkeypatch.setattr(fixed_shapes, "APART", 0)
         assert widths(2, AFTER) == [1, 2]
         assert widths(1, 1) == [2, 1]
         assert widths(3, AFTER) == [1, 3]
         assert widths(2, AFTER - 1) == [1, 3]
 
+        errors = [torch.OutOfMemoryError("full"), RuntimeError("no capture")]
+
         def failing(run: Any) -> None:
-            raise RuntimeError("no capture")
+            raise errors.pop(0)
 
         monkeypatch.setattr(fixed_shapes, "_watched", failing)
+        assert widths(2, AFTER) == [3], "without memory for more, there are fewer, and no try in each step"
         assert said == []
         assert widths(2, 3) == widths(1, 1) == []
         assert said == ["m: CUDA graphs are off, which costs speed: no capture"]

@@ -227,8 +227,22 @@ def test_models_are_pulled_listed_and_removed_as_in_ollama(
     listed = {each["name"]: each["bytes"] for each in json.loads(ran(capsys, monkeypatch, "ls", "--json")[1])["models"]}
     scanned = {repo.repo_id: repo.size_on_disk for repo in scan_cache_dir(tmp_path / "hub").repos}
     assert (listed[f"{REPO}:Q4_K_M"], listed["other/plain"]) == (scanned[REPO], scanned["other/plain"])
-    assert ran(capsys, monkeypatch, "rm", "other/plain")[0] == 0
-    assert "other/plain" not in ran(capsys, monkeypatch, "list")[1]
+    address = f"https://huggingface.co/{REPO}:Q4_K_M"
+    assert resolve(address, LoadOptions(offline=True)) == resolve(f"{REPO}:Q4_K_M", LoadOptions(offline=True))
+    assert ran(capsys, monkeypatch, "rm", "hf.co/other/plain/", REPO)[0] == 0
+    assert json.loads(ran(capsys, monkeypatch, "cache", "--json")[1])["downloads"] == []
+
+
+def test_a_pulled_model_in_shards_is_counted_whole_and_run_as_it_was_pulled(
+    fake: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.files["other/parts"] = {f"a-Q8_0-0000{i}-of-00002.gguf": CONTENT[i:] for i in (1, 2)}
+    pulled = json.loads(ran(capsys, monkeypatch, "pull", "other/parts:Q8_0", "--json")[1])
+    assert pulled["bytes"] == 2 * len(CONTENT) - 3
+    fake.files["other/pickled"] = {"config.json": b"{}", "pytorch_model.bin": CONTENT}
+    options = ("--revision", "main", "--allow-pickle")
+    pulled = json.loads(ran(capsys, monkeypatch, "pull", "other/pickled", *options, "--json")[1])
+    assert pulled["run"] == "outpace run other/pickled --revision main --allow-pickle"
 
 
 def test_without_a_network_a_pull_says_what_to_do(

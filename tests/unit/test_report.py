@@ -116,6 +116,8 @@ def test_the_readmes_picture_has_a_bar_an_engine(name: str) -> None:
                 row["decode_tokens_per_second"] for row in rows if row["config"].split()[1] in plain
             )
     assert shown["Outpace"].note.endswith("no answer changed")
+    (bar,) = fastest({"table": [row for row in value["table"] if row["config"] == "outpace suffix"]})
+    assert (bar.note, bar.mark) == ("suffix; no answer changed", 0.0), "no plain speed was measured"
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

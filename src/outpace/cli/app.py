@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import takewhile
 
 from outpace.cli.command import Command, Group, choose, overview
 
@@ -54,8 +55,12 @@ def _ours(arguments: Sequence[str]) -> Sequence[str]:
             return ["chat", *rest]
         case ["ls", *rest]:
             return ["list", *rest]
-        case ["rm", model, *rest] if not model.startswith("-"):
-            return ["cache", "--remove", model, *rest]
+        case ["rm", "--help" | "-h", *_]:
+            return ["cache", "--help"]
+        case ["rm", *rest]:
+            names = [*takewhile(lambda word: not word.startswith("-"), rest)]
+            removed = [part for name in names for part in ("--remove", name)]
+            return ["cache", *(removed or ["--remove"]), *rest[len(names) :]]
     return arguments
 
 

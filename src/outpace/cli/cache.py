@@ -28,6 +28,9 @@ def run(
     """List downloads, the packed weights that are kept and the drafters that auto stands for, or delete them.
     OUTPACE_CACHE is the folder of all but downloads, OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
     if cache_dir is not None:
+        if remove or forget:
+            other = Argument("remove") if remove else Argument("forget", True)
+            raise ParameterError(Argument("cache_dir"), " is of servers' prompts alone: leave it out for ", other)
         return _prompts(cache_dir, clear, common)
     from outpace.common.units import format_bytes
     from outpace.drafters import measured

@@ -93,7 +93,7 @@ def compared(engine: Engine, tokens: I32, params: SamplingParams, common: Common
         print(folded(f"{'note':<{wide}} {line}"))
     if without is not None:
         ratio, tokens = written(without["speedup"]), without["tokens_per_step"]
-        print(f"{'no loop':<{wide}} {ratio}, {tokens:.2f} tokens a step in the {before} tokens before the loop")
+        print(folded(f"{'no loop':<{wide}} {ratio}, {tokens:.2f} tokens a step in the {before} tokens before the loop"))
     if moved := doubt(result.drafter, drafted):
         print(coloured(folded(moved), "yellow"))
     same = f"identical: {result.completion_tokens} tokens" if difference is None else str(difference)

@@ -11,8 +11,6 @@ from outpace.cli.options import Common
 from outpace.common.parameter import argument, option
 from outpace.errors import ModelError
 
-_HUBS = ("https://", "hf.co/", "huggingface.co/")  # what Ollama and browsers write before a name
-
 
 def run(
     common: Common,
@@ -24,10 +22,10 @@ def run(
     from outpace.common.units import format_bytes
     from outpace.models.load import resolve
     from outpace.models.options import LoadOptions
+    from outpace.models.weights.gguf import shards
+    from outpace.models.weights.hub import without_hub
 
-    name = model
-    for prefix in _HUBS:
-        name = name.removeprefix(prefix)
+    name = without_hub(model)
     try:
         path = Path(resolve(name, LoadOptions(revision=revision, allow_pickle=allow_pickle)).path)
     except ModelError as error:
@@ -35,9 +33,10 @@ def run(
             raise
         hint = "; Ollama's own names are not known here: give user/repo:Q4_K_M, of a Hugging Face repository"
         raise ModelError(error, hint) from error
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    files = shards(path) if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     size = sum(each.stat().st_size for each in files)
     more = f" --revision {shlex.quote(revision)}" if revision is not None else ""
+    more += " --allow-pickle" if allow_pickle else ""
     command = f"outpace run {shlex.quote(name)}{more}"
     if not common.emit({"model": name, "path": str(path), "bytes": size, "run": command}):
         print(f"{name}: {format_bytes(size)} in {path}")

@@ -23,7 +23,6 @@ NAMES = {
 }
 FAMILIES = {"llamacpp": "llama.cpp", "ik": "ik_llama.cpp", "openvino": "OpenVINO", "outpace": "Outpace"}
 _FASTEST = "Decode speed of one answer, tokens/s: each engine drafting at its fastest, and plain (the mark)"
-_CHECKS = "Milliseconds to check 1 to 16 tokens in one forward: less is better"
 _PLAIN = ("plain", "paged", "paged-f32", "none")  # modes
 DETAILS = ("answers", "prefill", "runs", "plain")  # of single answers: no part of a report
 
@@ -96,7 +95,7 @@ def fastest(value: Mapping[str, Any]) -> list[Bar]:
         plain = speed if mode in _PLAIN else best[name].mark if name in best else 0.0
         changed = f"{row['changed']} of {row['prompts']} answers changed" if row["changed"] else "no answer changed"
         weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
-        drafts = f"{plain:.0f} plain; {mode}{weights}; {changed}"
+        drafts = f"{f'{plain:.0f} plain; ' if plain else ''}{mode}{weights}; {changed}"
         note = "plain, faster than drafting" if mode in _PLAIN else drafts
         best[name] = Bar(name, speed, note, engine == "outpace", plain)
     return sorted(best.values(), key=lambda bar: bar.value)
@@ -113,7 +112,7 @@ def picture(results: Sequence[Result], theme: str) -> str:
             rows += [f"{result.about}{'' if here == machine else f'; {here}'}", *fastest(result.value)]
         return bars(rows, _FASTEST, machine, theme)
     if not first.value.get("checks"):
-        raise ParameterError(f"{first.path} has no chart: give what peers wrote, or forward with --llama-bench")
+        raise ParameterError(f"{first.path} has no chart: give what peers wrote, or forward beside llama-bench")
     checks: Mapping[str, Any] = first.value["checks"]
     lines = [Line(name, [e["ms"] for e in found], name == "Outpace") for name, found in checks.items()]
     widths = [entry["width"] for entry in next(iter(checks.values()))]
@@ -208,7 +207,8 @@ def read(path: StrPath) -> Result:
         return Result(kind, path, value, *reader(value))
     except StopIteration:
         raise ParameterError(
-            f"{path} is no result of peers, experts, forward, serving, invariance, prove, scores or outpace bench"
+            f"{path} is no result of peers, serving, invariance, prove, scores or outpace bench, nor of forward or "
+            "experts beside llama-bench"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "give what outpace bench --json or a benchmark wrote"

@@ -28,7 +28,7 @@ from outpace.models.weights import safetensors, tensors
 from outpace.models.weights.facts import read_config
 from outpace.models.weights.file_bytes import refuse_pointer
 from outpace.models.weights.gguf import GGUFFile, is_gguf
-from outpace.models.weights.hub import from_hub, from_name, is_name
+from outpace.models.weights.hub import from_hub, from_name, is_name, without_hub
 from outpace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def resolve(spec: StrPath, options: LoadOptions | None = None) -> Source:
         return Source(spec, "gguf", demo.gemma(cache_dir()))
     if (there := _at(spec)) is not None:
         return there
+    spec = without_hub(spec)
     path = expanded(spec)
     if options.revision is None and ":" not in spec:
         refuse_misspelt(spec)

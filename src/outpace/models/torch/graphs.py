@@ -161,15 +161,13 @@ class Captures:
             if graph is None:
                 if len(self.graphs) >= self._most:
                     self.graphs.pop(next(iter(self.graphs)))
+                del self._sights[shape]  # also where it fails: each try costs another shape its graph
                 graph = _Graph(self._device, self._beside, inputs, run)
-                del self._sights[shape]
         except RuntimeError as error:
             if self._warn is None:
                 raise
-            if isinstance(error, torch.OutOfMemoryError):
-                self._most = len(self.graphs)
-            else:
-                self._most = 0
+            self._most = len(self.graphs) if isinstance(error, torch.OutOfMemoryError) else 0
+            if not self._most:
                 self.graphs.clear()
                 self._warn(f"CUDA graphs are off, which costs speed: {error}")
             return None
@@ -250,6 +248,8 @@ class Graphs:
             if bucket is not None and found is not None:
                 places = [np.arange(row.end - row.begin) + b * bucket.width for b, row in enumerate(rows)]
                 return (*found, np.concatenate(places))
+            if all(row.end - row.begin == 1 for row in rows):  # the other shape is the same
+                return None
         return None
 
     def strictly(

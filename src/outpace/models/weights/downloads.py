@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.errors import Argument, ParameterError
-from outpace.models.weights.hub import File, complete, variants
+from outpace.models.weights.hub import File, complete, variants, without_hub
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo
@@ -72,7 +72,7 @@ def remove(names: Sequence[str]) -> int:
     OSError.
     """
     there, chosen = found(), dict[tuple[Path, ...], Download]()
-    for name in names:
+    for name in map(without_hub, names):
         fits = [each for each in there if name.lower() in (each.name.lower(), each.name.partition(":")[0].lower())]
         if not fits:
             named = ", ".join(each.name for each in there) or "none"

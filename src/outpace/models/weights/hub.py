@@ -28,6 +28,7 @@ USUAL = "Q4_K_M"  # what a name without a quantisation means, where a repository
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # what, bytes -> takes bytes that came
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<wanted>[\w.+/-]+))?", re.ASCII)
+_HUB = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/(.+?)/?")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANTISATION = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_[A-Z0-9]+)*|BF16|FP?16|FP?32))(?![A-Za-z0-9_])",
@@ -127,6 +128,12 @@ def variants(files: Sequence[File]) -> list[Variant]:
         if name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix", ".")):
             groups.setdefault(_SHARD.sub("", file.name[: -len(".gguf")]), []).append(file)
     return [Variant(tuple(sorted(group, key=lambda file: file.name))) for _, group in sorted(groups.items())]
+
+
+def without_hub(spec: str) -> str:
+    """A model's name without the hub's address, which Ollama and browsers write before it."""
+    match = _HUB.fullmatch(spec)
+    return spec if match is None else match[1]
 
 
 def is_name(spec: str) -> bool:
