@@ -236,5 +236,6 @@ def test_a_bar_moves_while_a_long_prompt_is_read(start: Start) -> None:
     assert shares == sorted(shares)
     assert any(0 < share < 100 for share in shares), shares
     assert shown.rindex("\r\x1b[K") > shown.rindex("reading"), "the bar is gone before the answer"
+    talk.wait(f"\n[^\n]*{PROMPT}")
     talk.keys(CTRL_D)
     assert talk.end() == 0

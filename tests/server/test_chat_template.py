@@ -76,6 +76,6 @@ def test_the_command_names_its_option(tmp_path: Path) -> None:
     path = tmp_path / "broken.jinja"
     path.write_text("{% for m in messages %}", encoding="utf-8")
     command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "-m", "no/such/model", "--chat-template-file"]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, path.name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert f"--chat-template {path} is broken in line 1" in done.stderr
+    assert f"--chat-template {path.name} is broken in line 1" in done.stderr
