@@ -68,10 +68,10 @@ def load(drafter: Path, model: Path) -> tuple[EagleConfig, dict[str, Any]]:
 
 
 def gguf_file(drafter: Path, model: Path) -> Path:
-    """A file for a llama.cpp with our patch, in Q4_0, which is the fastest. Raises as ``to_gguf`` does."""
+    """llama.cpp's, in Q4_0, which is the fastest. Raises as ``to_gguf`` does."""
     made = place(drafter, model, "gguf")
     if not made.exists():
-        to_gguf(made, read(drafter), TargetRows.of(resolve(str(model))), model, dtype="q4_0", patched=True)
+        to_gguf(made, read(drafter), TargetRows.of(resolve(str(model))), model, dtype="q4_0")
     return made
 
 

@@ -89,7 +89,7 @@ class Proposer:
         self._chooser = describe(Chooser(SamplingParams(temperature=0.0), Noise(0), 0), [])
         parts = zip(getattr(self._drafter, "parts", (self._drafter,)), given.parts or (given,), strict=True)
         self._files = [(part, spec.options["file"]) for part, spec in parts if "file" in spec.options]
-        self._saved = -SAVE
+        self._saved, self._told = -SAVE, set[str]()
         self._live: list[Row] = []
         self._drafted: list[Row] = []  # rows of the step under way, as `_step` has them
         self._requests, self._drafting, self._ended = 0, 0.0, 0.0
@@ -185,7 +185,13 @@ class Proposer:
             try:
                 part.save(file)
             except DrafterError as error:  # requests go on
-                log.warning("outpace keeps no history: %s", error)
+                self._tell(f"outpace keeps no history: {error}")
+
+    def _tell(self, why: str) -> None:
+        """Log it once: a step comes every few milliseconds."""
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("%s", why)
 
     def _draft(self, rows: list[Row]) -> None:
         room = {row.number: min(self._most, self._longest - len(row.tokens) - 1) for row in rows}
@@ -196,7 +202,7 @@ class Proposer:
         self._step.begin(None if self._policy is None else self._policy.native, given, [])
         _, failed = self._step.propose()
         for _, why in failed:
-            log.warning("outpace's drafter failed, and proposes nothing: %s", why)
+            self._tell(f"outpace's drafter failed, and proposes nothing: {why}")
         for i, row in enumerate(rows):
             tokens, parents, gains, _ = self._step.draft(i)
             path = likeliest(parents, gains)[: room[row.number]]

@@ -93,7 +93,9 @@ def fastest(value: Mapping[str, Any]) -> list[Bar]:
         engine, _, mode = row["config"].partition(" ")
         name, speed = FAMILIES.get(engine.split("-")[0], engine), float(row["decode_tokens_per_second"])
         plain = speed if mode in _PLAIN else best[name].mark if name in best else 0.0
-        changed = f"{row['changed']} of {row['prompts']} answers changed" if row["changed"] else "no answer changed"
+        changed = {None: "not compared", 0: "no answer changed"}.get(
+            row["changed"], f"{row['changed']} of {row['prompts']} answers changed"
+        )
         weights = next((f", {part.upper()}" for part in engine.split("-") if re.fullmatch(r"q\d_\w+", part)), "")
         drafts = f"{f'{plain:.0f} plain; ' if plain else ''}{mode}{weights}; {changed}"
         note = "plain, faster than drafting" if mode in _PLAIN else drafts

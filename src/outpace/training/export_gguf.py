@@ -35,20 +35,18 @@ def to_gguf(
     target: StrPath,
     *,
     dtype: str = "bfloat16",
-    patched: bool = False,
 ) -> str:
     """Write the file, whole or not at all, and say what llama.cpp calls its method (``--spec-type``).
 
-    ``target``: the GGUF file that it drafts for. ``patched``: for a llama.cpp that reads EAGLE-3.1's norms, too, as no
-    release does. Raises ParameterError for what llama.cpp does not run, DrafterError for a drafter
-    of another target, MissingExtraError.
+    ``target``: the GGUF file that it drafts for. Raises ParameterError for what llama.cpp does not run, DrafterError
+    for a drafter of another target, MissingExtraError.
     """
     gguf, path, target = _gguf(), Path(path), Path(target)
     if dtype not in TYPES:
         raise ParameterError(f"dtype {dtype} is none of those that are written: give one of {', '.join(TYPES)}")
     checkpoint = whole(checkpoint, rows)
     config, tensors = checkpoint.config, checkpoint.tensors
-    if problem := unread(config, rows.layers, patched):
+    if problem := unread(config, rows.layers):
         raise ParameterError(f"llama.cpp does not run this drafter ({problem}): export it to vLLM or SGLang")
     assert isinstance(config, EagleConfig | ParallelConfig)
     eagle, shape = isinstance(config, EagleConfig), config.decoder
@@ -94,7 +92,7 @@ def to_gguf(
     return "draft-dspark" if config.markov_rank else "draft-dflash"  # type: ignore[union-attr]
 
 
-def unread(config: Config, layers: int, patched: bool = False) -> str | None:
+def unread(config: Config, layers: int) -> str | None:
     """What of a drafter llama.cpp has not, in words; None: it runs it. ``layers``: the target's."""
     if not isinstance(config, EagleConfig | ParallelConfig):
         return "it is of the method medusa"
@@ -112,7 +110,7 @@ def unread(config: Config, layers: int, patched: bool = False) -> str | None:
         return "it has norms of query and key heads, more than one layer, or masks"
     if len(config.hidden_layers) != 3:
         return f"it reads {len(config.hidden_layers)} layers of the target, and not 3"
-    if (config.fc_norm or config.norm_output) and not patched:
+    if config.fc_norm or config.norm_output:
         return "it is an EAGLE-3.1, with a norm for each layer before fc, or a normed state that is fed back"
     return None
 
@@ -120,9 +118,8 @@ def unread(config: Config, layers: int, patched: bool = False) -> str | None:
 def _described(config: EagleConfig | ParallelConfig) -> dict[str, int | bool]:
     if isinstance(config, EagleConfig):
         flags = {name: bool(getattr(config, name)) for name in ("norm_before_residual", "norm_before_fc")}
-        new = {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}  # the patch's
         sizes: dict[str, int | bool] = {"eagle3.target_hidden_size": config.decoder.hidden}
-        return sizes | {f"eagle3.{name}": value for name, value in (flags | new).items()}
+        return sizes | {f"eagle3.{name}": value for name, value in flags.items()}
     return {
         "dflash.block_size": config.block, "dflash.sample_from_anchor": config.sample_from_anchor,
         "dflash.attention.causal": False, "dflash.has_confidence_head": _confident(config),
@@ -151,10 +148,7 @@ def _named(config: EagleConfig | ParallelConfig, tensors: Any) -> dict[str, Any]
         found["blk.0.attn_norm_2.weight"] = tensors["layers.0.hidden_norm.weight"]
         for name, heads in {"attn_q": shape.heads, "attn_k": shape.kv_heads}.items():
             found[f"blk.0.{name}.weight"] = pairs(found[f"blk.0.{name}.weight"], heads)
-        if config.fc_norm:
-            norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(config.hidden_layers))]
-            found["enc.output_norm.weight"] = np.stack(norms)
-        elif config.norm_before_fc:
+        if config.norm_before_fc:
             found["enc.output_norm.weight"] = tensors["input_norm.weight"]
     else:
         found["enc.output_norm.weight"] = tensors["hidden_norm.weight"]
