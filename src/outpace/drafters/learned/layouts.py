@@ -264,7 +264,9 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
         return medusa(facts, own, shapes)
     named = {*facts.listed("architectures")}
     if named & {_DEEPSPEC, *_BLOCKS}:
-        return "parallel", _deepspec(facts) if _DEEPSPEC in named else _block(facts, "DSparkDraftModel" in named)
+        return "parallel", _deepspec(facts) if _DEEPSPEC in named else _block(
+            facts, "DSparkDraftModel" in named, shapes
+        )
     if _DEEPSPEC_EAGLE in named:
         return "eagle", _deepspec_eagle(facts)
     if is_eagle(facts, shapes):
@@ -383,26 +385,26 @@ def _deepspec_eagle(facts: Facts) -> EagleConfig:
     return EagleConfig(_decoder(facts, True, 1), vocab, vocab, _outputs(facts))
 
 
-def _block(facts: Facts, dspark: bool) -> ParallelConfig:
-    """DFlash as z-lab writes it, and SpecForge, whose DSpark has its heads' keys in the same place."""
-    nested = facts.part("dflash_config")
+def _block(facts: Facts, dspark: bool, shapes: Shapes) -> ParallelConfig:
+    """DFlash as z-lab writes it, and SpecForge, whose DSpark predicts at the pending token's place, too, and has its
+    keys beside the decoder's, in ``dspark_config`` or in ``dflash_config``; what is left out of its confidence head
+    follows from the tensors."""
+    nested = facts.about({**facts.all, **facts.part("dspark_config").all, **facts.part("dflash_config").all})
     for key, neutral in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", 0),
                          ("shift_label", False), ("pure_draft_prefix_len", 0), ("causal_head_type", None)):  # fmt: skip
-        if nested.get(key, neutral) != neutral:
+        if (nested.get(key) or neutral) != neutral:
             raise facts.fail(f"it has dflash_config.{key}: {_REMEDY}")
     if nested.get("projector_type", "dspark" if dspark else "dflash") != ("dspark" if dspark else "dflash"):
         raise facts.fail(f"its projector_type is {nested.get('projector_type')!r}: {_REMEDY}")
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask = nested.whole("mask_token_id", most=vocab - 1, least=0)
-    block = (nested if nested.get("block_size") is not None else facts).whole("block_size", most=1024, least=2)
+    block = nested.whole("block_size", most=1024, least=2)
     decoder = _decoder(facts, True, None)
     ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
-    trained = nested.get("confidence_head_alpha") or 0
-    heads, markov = _heads(nested, 0, bool(trained), False) if dspark else ((0, False, False), "vanilla")
-    if markov == "rnn":  # nothing public says at which slot SpecForge's begins when it is served
-        raise facts.fail(f"its markov_head_type is {markov!r}, which is read in DeepSpec's and speculators' alone")
+    reads = shapes.get("confidence_head.proj.weight", (0,))[-1]
+    heads, markov = _heads(nested, 0, reads > 0, reads > decoder.hidden) if dspark else ((0, False, False), "vanilla")
     causal = facts.get("is_causal") is not False
-    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, False, causal, markov=markov)
+    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, dspark, causal, markov=markov)
 
 
 def _outputs(facts: Facts) -> tuple[int, ...]:
