@@ -196,9 +196,9 @@ void bind_eagle(nb::module_& m) {
 
 void make_parallel(Parallel* self, std::shared_ptr<Model> model, const Matrix& fuse, const Floats& norm, const Ints& tokens, int block,
     int mask, bool from_anchor, const std::optional<std::pair<Matrix, Matrix>>& markov, const std::optional<std::pair<Matrix, Floats>>& mix,
-    const std::optional<std::pair<Floats, float>>& confidence) {
+    const std::optional<std::pair<Floats, float>>& confidence, int candidates) {
     std::optional<Parallel::Markov> chain;
-    if (markov) chain.emplace(Parallel::Markov{markov->first, markov->second});
+    if (markov) chain.emplace(Parallel::Markov{markov->first, markov->second, {}, {}, candidates});
     if (markov && mix) chain->mix = mix->first, chain->mix_bias = values_of(mix->second);
     std::optional<Parallel::Confidence> sure;
     if (confidence) sure.emplace(Parallel::Confidence{values_of(confidence->first), confidence->second});
@@ -267,10 +267,10 @@ void bind_parallel(nb::module_& m) {
     nb::class_<Parallel, DraftNetwork>(m, "Parallel",
         "A block-parallel drafter's network; see native/model/parallel.h. Raises ValueError, IndexError, MemoryLimit, NotFinite.")
         .def("__init__", &make_parallel, "model"_a, "fuse"_a, "norm"_a, "tokens"_a, "block"_a, "mask"_a, "from_anchor"_a, "markov"_a.none(),
-            "mix"_a.none(), "confidence"_a.none(),
-            "tokens int32 [D]: the target's ids, ascending. markov: [V, rank] and [D, rank]. mix: of a gated or a recurrent Markov head, "
-            "weights and bias. confidence: its head's weights, of a state or "
-            "of that and the token before, and its bias.")
+            "mix"_a.none(), "confidence"_a.none(), "candidates"_a,
+            "tokens int32 [D]: the target's ids, ascending. markov: [V, rank] and [D, rank]. mix: of a Markov head that reads more than "
+            "a token, weights and bias. confidence: its head's weights, of a state or of that and the token before, and its bias. "
+            "candidates: the likeliest tokens of a slot that it chooses among; 0: all.")
         .def_prop_ro("bytes", &Parallel::bytes, "Of its weights, the embedding and what is looked up of tokens aside.")
         .def("read", &read_contexts, "contexts"_a,
             "Append to the target's rows: (row, hidden states [n, T, H], positions [n] that ascend beyond the row's last).")

@@ -78,6 +78,15 @@ ShortConv conv_of(const nb::dict& d) {
     return conv;
 }
 
+LocalConv local_conv_of(const nb::dict& d) {
+    LocalConv conv{};
+    read<int, LocalConv>(d, conv, {{"taps", &LocalConv::taps}, {"group", &LocalConv::group}, {"block", &LocalConv::block}});
+    read<Matrix, LocalConv>(d, conv, {{"project", &LocalConv::project}});
+    read<std::vector<float>, LocalConv>(d, conv, {{"base", &LocalConv::base}});
+    if (conv.taps < 1) throw std::invalid_argument("a convolution over a block has no taps");
+    return conv;
+}
+
 Latent latent_of(const nb::dict& d) {
     Latent a{};
     read<int, Latent>(d, a, {{"rank", &Latent::rank}, {"plain", &Latent::plain}, {"rotated", &Latent::rotated}});
@@ -94,6 +103,8 @@ Layer layer_of(const Named& d) {
     if (d.contains("experts")) l.experts = experts_of(nb::cast<nb::dict>(d["experts"]));
     if (d.contains("conv")) l.conv = conv_of(nb::cast<nb::dict>(d["conv"]));
     if (d.contains("delta")) l.delta = delta_of(nb::cast<nb::dict>(d["delta"]));
+    if (d.contains("attn_conv")) l.attn_conv = local_conv_of(nb::cast<nb::dict>(d["attn_conv"]));
+    if (d.contains("ffn_conv")) l.ffn_conv = local_conv_of(nb::cast<nb::dict>(d["ffn_conv"]));
     read<Matrix, Layer>(d, l,
         {{"q", &Layer::q}, {"k", &Layer::k}, {"v", &Layer::v}, {"o", &Layer::o}, {"gate", &Layer::gate}, {"up", &Layer::up},
             {"down", &Layer::down}, {"join", &Layer::join}});

@@ -102,7 +102,7 @@ std::vector<std::vector<RankedToken>> Eagle::level(
             float* y = m.scratch_.pair[static_cast<size_t>(me.id)].get();  // [tokens][kStretch]
             run.share(me, Model::kClaimQkv, batch.layers, ranking_.stretches(), [&](int from, int to) {
                 for (int stretch = from; stretch < to; ++stretch) {
-                    stretch_product(m.kernels_, head, in, run.n_, stretch, y);
+                    stretch_product(m.kernels_, head, in, run.n_, stretch, y, m.weights_->config.logit_cap);
                     for (int i = 0; i < run.n_; ++i) ranking_.consider(me.id, i, stretch, y + i * kStretch, m.kernels_);
                 }
             });

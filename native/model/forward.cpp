@@ -34,6 +34,8 @@ void Model::Run::begin_layer(const Seat& me, const Layer& l, int index) {
         enter(me, t, index);
         if (!l.mixes())
             encode_fed(me, t, l);
+        else if (l.attn_conv.taps > 0)
+            encode_kept(me, t, l.attn_norm, l.attn_conv);
         else if (l.embed_norm.empty() || l.join.data)
             encode_normed(me, t, n_, t, l.attn_norm,
                 {l.latent.q_down.data ? &l.latent.q_down : &l.q, &l.k, &l.v, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in});
@@ -73,6 +75,7 @@ bool Model::Run::layer(Seat& me, int index) {
         // No barrier: attention writes over this product's inputs behind the barriers that it has itself.
         if (l.attends()) output(me, kClaimBesideOutput, index, l.delta.o, s_.beside);
     }
+    if (l.attn_conv.taps > 0 && !convolve_inputs(me, l.attn_conv, kClaimJoin, index, {&l.q, &l.k, &l.v})) return false;
     if (l.attends()) {
         if (!(l.latent.rank > 0 ? latent(me, l, index) : attend(me, l, index)) || !meet(me)) return false;
         clock(me, kAttention);
@@ -93,6 +96,7 @@ bool Model::Run::layer(Seat& me, int index) {
 }
 
 bool Model::Run::feed(Seat& me, const Layer& l, int index) {
+    if (l.ffn_conv.taps > 0 && !convolve_inputs(me, l.ffn_conv, kClaimInputGate, index, {&l.gate, &l.up})) return false;
     if (!(l.experts.count > 0 ? mixture(me, l, index) : feed_forward(me, l, index))) return false;
     return !l.input.gate.data || add_input(me, l, index);
 }

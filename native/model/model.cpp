@@ -150,8 +150,9 @@ void Model::fit_scratch() {
     };
     input(weights_->head);
     for (const Layer& l : weights_->layers) {
-        for (const Matrix* m : {&l.latent.q_down, &l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up,
-                 &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate})
+        for (const Matrix* m :
+            {&l.latent.q_down, &l.q, &l.k, &l.v, &l.gate, &l.up, &l.experts.router, &l.experts.gate, &l.experts.up, &l.delta.qkv,
+                &l.delta.z, &l.delta.b, &l.delta.a, &l.conv.in, &l.join, &l.input.gate, &l.attn_conv.project, &l.ffn_conv.project})
             if (m->data) input(*m);
         if (const Experts& e = l.experts; e.count > 0) {
             const size_t pairs = static_cast<size_t>(kChunk) * static_cast<size_t>(e.used);
@@ -183,7 +184,9 @@ void Model::fit_scratch() {
         s.q.need(chunk(std::max({l.q.out_padded(), l.latent.v_up.out_padded(), l.delta.qkv.out_padded(), l.conv.in.out_padded()})));
         s.k.need(chunk(std::max(l.k.out_padded(), l.delta.z.out_padded())));
         s.v.need(chunk(std::max(l.v.out_padded(), l.delta.b.out_padded())));
-        s.a.need(chunk(std::max(l.delta.a.out_padded(), l.latent.q_down.out_padded())));
+        s.a.need(chunk(std::max(
+            {l.delta.a.out_padded(), l.latent.q_down.out_padded(), l.attn_conv.project.out_padded(), l.ffn_conv.project.out_padded()})));
+        if (l.attn_conv.taps > 0) s.convolved.need(chunk(weights_->config.hidden));
         s.y.need(chunk(std::max({l.o.out_padded(), l.down.out_padded(), l.join.out_padded(), l.input.project.out_padded()})));
         inner = std::max(inner, l.down.in_padded());
     }

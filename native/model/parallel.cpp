@@ -16,6 +16,7 @@ namespace outpace {
 namespace {
 
 constexpr int kMostChildren = 64;
+constexpr float kNever = -1e30f;  // the logit of a token that a slot does not choose among: NEVER of drafters/learned/parallel.py
 constexpr int kShared = 8;  // scores among which a sampled slot's chance is shared: RIVALS of drafters/learned/picks.py
 
 }  // namespace
@@ -42,9 +43,12 @@ Parallel::Parallel(std::shared_ptr<Model> model, Matrix fuse, std::vector<float>
     if (!markov_) return;
     const int gated = model_->hidden() + rank();
     const Matrix& mix = markov_->mix;
-    if (mix.data && !(mix.rows == rank() && mix.cols == gated) && !(mix.rows == 3 * rank() && mix.cols == gated + rank()))
+    const bool selects = mix.data && mix.cols == model_->hidden();
+    if (mix.data && !(mix.rows == rank() && (selects || mix.cols == gated)) && !(mix.rows == 3 * rank() && mix.cols == gated + rank()))
         wrong("what its Markov head reads is mixed by " + std::to_string(mix.rows) + " x " + std::to_string(mix.cols));
-    if (mix.data && markov_->mix_bias.size() != static_cast<size_t>(mix.rows))
+    if (markov_->candidates < 0 || markov_->candidates > std::min(kMostChildren, model_->outputs()))
+        wrong(std::to_string(markov_->candidates) + " candidates");
+    if (mix.data && markov_->mix_bias.size() != static_cast<size_t>(selects ? 0 : mix.rows))
         wrong("the bias of its Markov head has " + std::to_string(markov_->mix_bias.size()) + " values");
     for (const Matrix* each : {&markov_->after, &mix})
         if (each->data) acts_.need(static_cast<size_t>(each->groups) * kChunk * static_cast<size_t>(act_bytes(each->acts())));
@@ -159,19 +163,43 @@ void Parallel::forward(const std::vector<Ask>& asks) {
             run.share(me, Model::kClaimQkv, batch.layers, head.blocks, [&](int from, int to) {
                 const uint8_t* in = m.scratch_.in[static_cast<size_t>(run.mine(me))].get(head.acts());
                 m.kernels_.matmul(head, in, static_cast<int>(run.wanted_.size()), from, to, y, stride_);
+                const float cap = m.weights_->config.logit_cap;
+                for (size_t i = 0; i < run.wanted_.size() && cap > 0.0f; ++i)
+                    m.kernels_.cap(y + i * static_cast<size_t>(stride_) + from * kRows, (to - from) * kRows, cap);
             });
             run.clock(me, kHead);
         });
     });
     normed_.resize(places * hidden);
     m.final_norm(result.hidden_states.get(), wanted, normed_.data());
+    for (size_t i = 0; i < places && markov_ && markov_->candidates > 0; ++i) keep_candidates(logits_of(i));
+}
+
+// Of a slot's logits all but the candidates' become kNever, the lower token first where two are equal. One that is not finite stays.
+void Parallel::keep_candidates(float* logits) const {
+    struct Kept {
+        float logit;
+        int place;
+    };
+    std::vector<Kept> best;  // likeliest first
+    const auto before = [](const Kept& a, const Kept& b) { return a.logit > b.logit; };
+    const size_t most = static_cast<size_t>(markov_->candidates);
+    for (int place = 0; place < model_->outputs(); ++place) {
+        if (!std::isfinite(logits[place])) return;
+        const Kept own{logits[place], place};
+        if (best.size() == most && !before(own, best.back())) continue;
+        if (best.size() == most) best.pop_back();
+        best.insert(std::upper_bound(best.begin(), best.end(), own, before), own);
+    }
+    std::fill(logits, logits + model_->outputs(), kNever);
+    for (const Kept& each : best) logits[each.place] = each.logit;
 }
 
 void Parallel::encode(const std::vector<int32_t>& tokens, const std::vector<const float*>& states) {
     const DenormalsAsZero mode;
     const Matrix &after = markov_->after, &mix = markov_->mix;
     const size_t wide = static_cast<size_t>(rank()), hidden = static_cast<size_t>(model_->hidden()), n = tokens.size();
-    const bool recurrent = mix.data && mix.rows != rank();
+    const bool recurrent = mix.data && mix.rows != rank(), selects = mix.data && mix.cols == model_->hidden();
     before_.resize(n * wide);
     for (size_t i = 0; i < n; ++i) unpack_row(markov_->before, tokens[i], before_.data() + i * wide);
     std::vector<float> reads = before_;
@@ -184,13 +212,15 @@ void Parallel::encode(const std::vector<int32_t>& tokens, const std::vector<cons
             const auto end = static_cast<std::ptrdiff_t>(wide);
             if (recurrent) joined.insert(joined.end(), last, last + end), joined.insert(joined.end(), known, known + end);
             joined.insert(joined.end(), states[i], states[i] + hidden);
-            if (!recurrent) joined.insert(joined.end(), known, known + end);
+            if (!recurrent && !selects) joined.insert(joined.end(), known, known + end);
         }
         const size_t stride = static_cast<size_t>(mix.out_padded());
         mixed_.need(n * stride);
         encode_rows(model_->kernels_, mix, joined.data(), static_cast<int>(n), acts_.get());
         model_->kernels_.matmul(mix, acts_.get(), static_cast<int>(n), 0, mix.blocks, mixed_.get(), mix.out_padded());
-        for (size_t i = 0; i < n; ++i) {
+        for (size_t i = 0; i < n && selects; ++i)
+            for (size_t k = 0; k < wide; ++k) reads[i * wide + k] = times(before_[i * wide + k], mixed_.get()[i * stride + k]);
+        for (size_t i = 0; i < n && !selects; ++i) {
             const auto mixed = [&](size_t part, size_t k) {
                 return static_cast<double>(mixed_.get()[i * stride + part * wide + k]) +
                        static_cast<double>(markov_->mix_bias[part * wide + k]);

@@ -29,9 +29,11 @@ public:
         Matrix after;   // [outputs, rank]: what each token makes of that
         // Gated: [rank, hidden + rank], of the slot's state and what is known of the token before, and then `after` reads that by
         // its sigmoid. Recurrent: [3 rank, 2 rank + hidden], of what the slot before has left, the token before and the slot's
-        // state: gate, candidate, and what `after` reads. None: `after` reads what is known of the token.
+        // state: gate, candidate, and what `after` reads. None: `after` reads what is known of the token. [rank, hidden], without
+        // a bias: it reads that times what this makes of the slot's state.
         Matrix mix = {};
         std::vector<float> mix_bias = {};
+        int candidates = 0;  // the likeliest tokens of each slot, which alone are drafted; 0: all are
     };
     struct Confidence {  // how likely a slot is accepted where those before it are
         std::vector<float> weight;  // [hidden], or [hidden + rank]: it reads the token before, too
@@ -76,6 +78,7 @@ public:
 private:
     void check(const std::vector<Ask>& asks) const;
     void forward(const std::vector<Ask>& asks);
+    void keep_candidates(float* logits) const;
     // before_ of tokens, left_ (which is what the slots before have left, on entry), and what `after` reads, encoded.
     void encode(const std::vector<int32_t>& tokens, const std::vector<const float*>& states);
     struct Row;   // an ask under way

@@ -26,7 +26,7 @@ public:
           batch_(batch),
           first_(first),
           n_(count),
-          solo_(count <= kSolo && pool.size() > 1),
+          solo_(count <= kSolo && pool.size() > 1 && model.weights_->layers[0].attn_conv.taps == 0),
           claims_(pool.uneven()) {
         for (int i = first; i < first + count; ++i)
             if (model.plan_[i].wanted >= 0) wanted_.push_back(i - first);
@@ -72,6 +72,8 @@ private:
     void encode_fed(const Seat& me, int t, const Layer& l) {
         if (l.experts.count > 0)
             encode_for_experts(me, t, l);
+        else if (l.ffn_conv.taps > 0)
+            encode_kept(me, t, l.ffn_norm, l.ffn_conv);
         else
             encode_normed(me, t, n_, t, l.ffn_norm, {&l.gate, &l.up});
     }
@@ -176,12 +178,17 @@ private:
     // What a layer's feed-forward gave, or its attention, where it has no feed-forward.
     void add_made(const Seat& me, int t, const Layer& l) {
         if (l.feeds())
-            add_back(me, t, l.post_ffn_norm, {}, l.experts.count > 0 ? mixed(me, t, l) : product_of(t, l.down), l.fed_scale);
+            add_back(me, t, l.post_ffn_norm, {},
+                l.experts.count > 0   ? mixed(me, t, l)
+                : l.ffn_conv.taps > 0 ? convolved(me, t, l.ffn_conv, 1, s_.y.get(), l.down.out_padded())
+                                      : product_of(t, l.down),
+                l.fed_scale);
         else
             add_back(me, t, l.post_attn_norm, l.o_bias, made_of_tokens(me, t, l));
     }
     // What attention gave, or what stands in its place, or both.
     const float* made_of_tokens(const Seat& me, int t, const Layer& l) const {
+        if (l.attn_conv.taps > 0) return convolved(me, t, l.attn_conv, 1, s_.y.get(), l.o.out_padded());
         const float* own = product_of(t, l.o);
         if (!l.delta.o.data) return own;
         const float* other = product_in(s_.beside, t, l.delta.o);
@@ -222,6 +229,11 @@ private:
             }
         });
     }
+
+    // Of a convolution over a block; block.cpp.
+    void encode_kept(const Seat& me, int t, const std::vector<float>& norm, const LocalConv& conv);
+    const float* convolved(const Seat& me, int t, const LocalConv& conv, int side, const float* rows, int stride) const;
+    bool convolve_inputs(Seat& me, const LocalConv& conv, Claim claim, int index, std::initializer_list<const Matrix*> ms);
 
     bool join(Seat& me, const Layer& l);
     bool inputs(Seat& me);

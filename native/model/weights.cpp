@@ -74,6 +74,15 @@ void fits(const ShortConv& conv, const ShortConv& first, const Layer& l, const C
     fits(conv.convolution, conv.taps * c.hidden, true, "a convolution");
 }
 
+void fits(const LocalConv& conv, const Layer& l, const Config& c) {
+    if (conv.taps == 0) return;
+    if (conv.taps < 1 || conv.taps > conv.block || conv.group < 1 || c.hidden % conv.group != 0 || !l.mixes() || !l.up.data || l.recurs() ||
+        l.latent.rank > 0 || !l.embed_norm.empty())
+        throw std::invalid_argument("the sizes of a convolution over a block do not fit together");
+    fits(conv.project, 2 * conv.taps * (c.hidden / conv.group), c.hidden, "the matrix of a convolution's kernels");
+    fits(conv.base, 2 * conv.taps * c.hidden, true, "a convolution's kernels");
+}
+
 void fits(const Latent& a, const Layer& l, const Config& c) {
     const int value = l.o.cols / c.heads;
     if (a.rank % kRows != 0 || a.plain < 1 || a.rotated < 2 || a.rotated % 2 != 0 || value < 1 || value % kRows != 0 || !(a.eps >= 0) ||
@@ -153,6 +162,10 @@ void check(const Weights& w) {
             fits(l.down, c.hidden, inner, "a down matrix");
         }
         if (e.count != 0) fits(e, c);
+        fits(l.attn_conv, l, c);
+        fits(l.ffn_conv, l, c);
+        if ((l.attn_conv.taps == 0) != (l.ffn_conv.taps == 0) || l.attn_conv.block != w.layers[0].attn_conv.block)
+            throw std::invalid_argument("a layer's convolutions over a block do not fit together");
         fits(l.sinks, c.heads, false, "attention sinks");
         fits(l.attn_norm, c.hidden, !l.embed_norm.empty(), "an attention norm");
         if (l.join.data && l.embed_norm.empty()) throw std::invalid_argument("a layer that joins two inputs has no norm of the first");
@@ -226,7 +239,7 @@ size_t Weights::bytes() const {
     for (const Layer& l : layers)
         for (const Matrix* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.router, &l.experts.gate, &l.experts.up,
                  &l.experts.down, &l.delta.qkv, &l.delta.z, &l.delta.b, &l.delta.a, &l.delta.o, &l.conv.in, &l.join, &l.latent.q_down,
-                 &l.latent.k_up, &l.latent.v_up, &l.input.gate, &l.input.project})
+                 &l.latent.k_up, &l.latent.v_up, &l.input.gate, &l.input.project, &l.attn_conv.project, &l.ffn_conv.project})
             bytes += m->bytes();
     return bytes;
 }

@@ -90,6 +90,14 @@ struct LayerInputs {
     std::vector<float> norm;  // [width], of each layer's
 };
 
+// A convolution over a drafter's block of what enters a part of a layer, and one of what leaves it (DFlash2): a slot sees those
+// before it, by kernels of which one part is what `project` makes of the entering states, the same for `group` channels.
+struct LocalConv {
+    int taps = 0, group = 0, block = 0;  // 0 taps: there is none; slots of a block
+    Matrix project;           // [2 * taps * hidden / group, hidden]
+    std::vector<float> base;  // [2][taps][hidden]
+};
+
 // Vectors that are empty are left out of the computation, as are matrices of a layer that only mixes tokens or only feeds them
 // forward.
 struct Layer {
@@ -99,6 +107,7 @@ struct Layer {
     DeltaNet delta;  // with it, there are no q, k, v, unless it has an `o`
     ShortConv conv;  // as with it
     Latent latent;   // with it, there is no v
+    LocalConv attn_conv, ffn_conv;  // around attention and around the feed-forward: both or neither
     bool recurs() const { return delta.key_heads > 0 || conv.taps > 0; }
     bool attends() const { return q.data != nullptr; }
     const Matrix& recurrent_output() const { return delta.o.data ? delta.o : o; }

@@ -19,10 +19,12 @@ struct RankedToken {
     double share;          // the chance that it is what the target chooses; see Shortlist::shares
 };
 
-// Products of a stretch of the head's rows with `n` encoded tokens: y [n][kStretch].
-inline void stretch_product(const Kernels& kernels, const Matrix& head, const uint8_t* acts, int n, int stretch, float* y) {
-    const int first = stretch * kStretch, begin = first / kRows;
-    kernels.matmul(head, acts, n, begin, std::min(begin + kStretch / kRows, head.blocks), y - first, kStretch);
+// Products of a stretch of the head's rows with `n` encoded tokens: y [n][kStretch], kept within `cap` unless that is 0.
+inline void stretch_product(
+    const Kernels& kernels, const Matrix& head, const uint8_t* acts, int n, int stretch, float* y, float cap = 0.0f) {
+    const int first = stretch * kStretch, begin = first / kRows, end = std::min(begin + kStretch / kRows, head.blocks);
+    kernels.matmul(head, acts, n, begin, end, y - first, kStretch);
+    for (int i = 0; i < n && cap > 0.0f; ++i) kernels.cap(y + i * kStretch, (end - begin) * kRows, cap);
 }
 
 class Ranking {

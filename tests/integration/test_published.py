@@ -18,6 +18,7 @@ import torch
 
 from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
+from outpace.drafters.learned import layouts
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read
 from outpace.drafters.learned.drafter import Ask, Network
 from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
@@ -32,7 +33,7 @@ from outpace.models.weights import hub, safetensors
 from tests import eagles, learned
 from tests.fake_hub import FakeHub, serving
 from tests.integration.conftest import Load
-from tests.oracles.networks import eagle_steps, rms, rotate
+from tests.oracles.networks import eagle_steps, gelu, rms, rotate, silu
 from tests.toy import ToyTokenizer
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -62,7 +63,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "target_layer_ids": [0, 2, 4], "num_anchors": 512, **HEADS,
     },
 }  # fmt: skip
-S = LAYOUTS["DSpark, SpecForge"]
+# Two KV heads of 2 in windowed layers, which a drafter has none of; the first half of the angles is turned.
+GEMMA = {
+    **QWEN3, "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "head_dim": 2,
+    "global_head_dim": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0, "enable_moe_block": False, "hidden_size_per_layer_input": 0, "rope_theta": None,
+    "layer_types": ["full_attention"] * 2, "sliding_window": 4, "use_double_wide_mlp": False,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+    },
+}  # fmt: skip
+LAYOUTS["DSpark, DeepSpec, Gemma"] = {
+    **GEMMA, "architectures": ["Gemma4DSparkModel"], "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2, 4],
+    "num_anchors": 512, **HEADS,
+}  # fmt: skip
+LAYOUTS["DFlash2, z-lab"] = {
+    **Z, **WINDOWS, "architectures": ["DFlash2DraftModel"], "is_causal": False, "block_size": None,
+    "dflash_config": {"block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2, 4], "conv_kernel_size": 2,
+                      "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5, "input_embedding_scale": 2.0},
+}  # fmt: skip
+S, D = LAYOUTS["DSpark, SpecForge"], LAYOUTS["DFlash2, z-lab"]
 # RadixArk's: keys at two places, none of the confidence head.
 LAYOUTS["DSpark, flat"] = {
     **Z, "architectures": ["DSparkDraftModel"], "mask_token_id": 3, "target_layer_ids": [0, 2, 4], "markov_rank": 4,
@@ -94,6 +115,32 @@ def test_windowed_blocks_are_those_of_speculators(load: Load, name: str) -> None
         network.feed([row], [at], [states[:anchor]], [at])
     _, found = network.block([0, 1, 2], seen["tokens"][seen["anchors"]].tolist(), seen["anchors"].tolist())
     np.testing.assert_allclose(found, seen["logits"], atol=2e-4)
+
+
+def test_dflash2_is_that_of_speculators(load: Load) -> None:
+    """What its selector chooses among, how it scores them behind the token before, and the chain that follows."""
+    seen = {key: np.array(v) for key, v in json.loads((RECORDED / "dflash2" / "seen.json").read_text()).items()}
+    its = read(RECORDED / "dflash2")
+    assert isinstance(its.config, ParallelConfig)
+    assert (its.config.decoder.conv, its.config.candidates, its.config.causal) == ((3, 4), 6, False)
+    rows = {name: seen[name].astype(np.float32) for name in ("embed_tokens.weight", "lm_head.weight")}
+    network: Any = network_for(Checkpoint(its.method, its.config, {**its.tensors, **rows}), load(6, **SMALL))
+    states, anchors = seen["hidden_states"].astype(np.float32), seen["anchors"].tolist()
+    tokens = seen["tokens"][anchors].tolist()
+    for row, anchor in enumerate(anchors):
+        at = np.arange(anchor, dtype=np.int32)
+        network.feed([row], [at], [states[:anchor]], [at])
+    normed, found = network.block([0, 1, 2], tokens, anchors)
+    for row in range(3):
+        before = tokens[row]
+        for slot, best in enumerate(seen["candidates"][row]):
+            assert sorted(np.flatnonzero(found[row, slot] > -1e29)) == sorted(best)
+            np.testing.assert_allclose(found[row, slot, best], seen["logits"][row, slot, best], atol=2e-4)
+            bias, _ = network.bias([before], normed[row, slot][None], np.zeros((1, 4), np.float32))
+            np.testing.assert_allclose((found[row, slot] + bias[0])[best], seen["scores"][row, slot], atol=2e-4)
+            before = seen["chosen"][row, slot]
+        ask = Ask(row, np.zeros(1, np.int32), None, 3, 3, 1, pending=tokens[row], position=anchors[row])
+        assert network.draft([ask]).tokens[0].tolist() == seen["chosen"][row].tolist()
 
 
 def in_float32(its: Checkpoint, model: Model) -> Network:
@@ -171,33 +218,59 @@ def test_a_windowed_eagle_with_llama3_is_that_of_speculators(load: Load) -> None
 
 def blocks(config: dict[str, Any], w: dict[str, Any], states: Any, anchor: int, embedding: Any) -> Any:
     """Normed states [block, h] behind context ``states`` [n, T, h]: DFlash's decoder, slot by slot."""
-    n, size, d = len(states), config["block_size"], 4
+    n, size, d, gemma = len(states), 4, 4, "hidden_activation" in config
     windowed = [kind == "sliding_attention" for kind in config.get("layer_types", ["full_attention"] * 2)]
     context = rms(states.reshape(n, -1) @ w["fc.weight"].T, w["hidden_norm.weight"], 1e-5)
-    mask = config.get("mask_token_id") or config["dflash_config"]["mask_token_id"]
-    x = embedding[[anchor] + [mask] * (size - 1)]
+    x = embedding[[anchor] + [3] * (size - 1)]
     at = np.arange(n + size)
     for i in range(2):
         layer = {name.removeprefix(f"layers.{i}."): values for name, values in w.items()}
-        normed = rms(x, layer["input_layernorm.weight"], 1e-5)
+        normed, kernels = convolved(rms(x, layer["input_layernorm.weight"], 1e-5), layer, "attention_conv")
         every = np.concatenate([context, normed])
         q, k, v = (
             (source @ layer[f"self_attn.{name}_proj.weight"].T).reshape(len(source), -1, d)
-            for name, source in (("q", normed), ("k", every), ("v", every))
+            for name, source in (("q", normed), ("k", every), ("k" if gemma else "v", every))
         )
         q, k = rms(q, layer["self_attn.q_norm.weight"], 1e-5), rms(k, layer["self_attn.k_norm.weight"], 1e-5)
-        q, k = rotate(q, at[n:], 5000.0), rotate(k, at, 5000.0)
-        scores = np.einsum("ihd,jd->hij", q, k[:, 0]) / np.sqrt(d)
-        if windowed[i]:  # as SpecForge trains it: causal, and its own place is one of the window's
+        q, k, v = turned(q, at[n:], gemma), turned(k, at, gemma), rms(v, 1.0, 1e-5) if gemma else v
+        scores = np.einsum("ihd,jd->hij", q, k[:, 0]) / (1.0 if gemma else np.sqrt(d))
+        if windowed[i]:  # SpecForge trains causally; DFlash2 sees both ways. Its own place is one of the window's
             ahead = at[n:, None] - at[None]
-            scores = np.where((ahead >= 0) & (ahead < config["sliding_window"]), scores, -np.inf)
+            near = (ahead >= 0) | (config.get("is_causal") is False)
+            scores = np.where(near & (ahead < config["sliding_window"]), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("hij,jd->ihd", weights / weights.sum(-1, keepdims=True), v[:, 0]).reshape(size, -1)
-        x = x + mixed @ layer["self_attn.o_proj.weight"].T
-        inner = rms(x, layer["post_attention_layernorm.weight"], 1e-5)
+        added = taps(mixed @ layer["self_attn.o_proj.weight"].T, kernels)
+        x = x + (rms(added, layer["post_attention_layernorm.weight"], 1e-5) if gemma else added)
+        before = "pre_feedforward" if gemma else "post_attention"
+        inner, kernels = convolved(rms(x, layer[f"{before}_layernorm.weight"], 1e-5), layer, "mlp_conv")
         gate, up = (inner @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+        added = taps(((gelu if gemma else silu)(gate) * up) @ layer["mlp.down_proj.weight"].T, kernels)
+        x = x + (rms(added, layer["post_feedforward_layernorm.weight"], 1e-5) if gemma else added)
+        x = x * layer.get("layer_scalar", 1.0)
     return rms(x, w["norm.weight"], 1e-5)
+
+
+def turned(x: Any, at: Any, gemma: bool) -> Any:
+    found = rotate(x, at, 5000.0)
+    if gemma:  # the second angle stands still
+        found[..., 1::2] = x[..., 1::2]
+    return found
+
+
+def convolved(x: Any, layer: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """DFlash2: states [n, h] convolved by one half of the kernels that they make [n, taps, h], and the other half."""
+    if f"{name}.base_kernel" not in layer:
+        return x, None
+    own = (x @ layer[f"{name}.kernel_projection.weight"].T).reshape(len(x), 2, 2, -1).repeat(4, -1)
+    kernels = own + layer[f"{name}.base_kernel"]
+    return taps(x, kernels[:, 0]), kernels[:, 1]
+
+
+def taps(x: Any, kernels: Any) -> Any:
+    if kernels is None:
+        return x
+    return kernels[:, 0] * x + kernels[:, 1] * np.concatenate([np.zeros_like(x[:1]), x[:-1]])
 
 
 def markov(kind: str, w: dict[str, Any], token: int, state: Any, left: Any) -> tuple[Any, Any]:
@@ -207,6 +280,8 @@ def markov(kind: str, w: dict[str, Any], token: int, state: Any, left: Any) -> t
     if kind == "gated":
         mixed = w["gate_proj.weight"] @ np.concatenate([state, before]) + w["gate_proj.bias"]
         return w["markov_w2.weight"] @ (before / (1 + np.exp(-mixed))), left
+    if kind == "selector":
+        return w["markov_w2.weight"] @ (before * (w["hidden_projection.weight"] @ state)), left
     if kind == "rnn":
         mixed = w["joint_proj.weight"] @ np.concatenate([left, before, state]) + w["joint_proj.bias"]
         gate, candidate, out = np.split(mixed, 3)
@@ -224,15 +299,22 @@ def put(folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, dict
     own, heads = "num_anchors" in config, "DFlashDraftModel" not in config["architectures"]
     count = len(config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids", [1, 3])))
     rank = HEADS["markov_rank"] if heads else 0
-    decoder = learned.parallel().decoder
-    kind = {**config, **config.get("dflash_config", {})}.get("markov_head_type", "vanilla")
-    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads, markov=kind)
+    decoder, second = learned.parallel().decoder, "DFlash2DraftModel" in config["architectures"]
+    if "hidden_activation" in config:
+        decoder = replace(decoder, gemma=True, values=False)
+    decoder = replace(decoder, conv=(2, 4) if second else (0, 0))
+    kind = {**config, **config.get("dflash_config", {})}.get("markov_head_type", "selector" if second else "vanilla")
+    shape = ParallelConfig(decoder, 32, 32, tuple(range(count)), 4, 3, int(rank), heads and not second, markov=kind)
     tensors = learned.random_tensors(shape, seed, head=own, embedding=own)
     tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    early = {"logit_head." * (kind == "gated" and "head" in name) + name: values for name, values in tensors.items()}
-    safetensors.write(folder / "model.safetensors", early if "dflash_config" in config else tensors)
+    stored = tensors
+    if second:
+        stored = {{canonical: file for file, canonical in layouts._SELECTOR.items()}.get(name, name): values
+                  for name, values in tensors.items()}  # fmt: skip
+    early = {"logit_head." * (kind == "gated" and "head" in name) + name: values for name, values in stored.items()}
+    safetensors.write(folder / "model.safetensors", early if "dflash_config" in config else stored)
     return folder, {name: values.astype(np.float64) for name, values in tensors.items()}
 
 
@@ -246,6 +328,7 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     assert its.config.sample_from_anchor == ("DSpark" in layout)
     network: Any = network_for(its, model)
     embedding = w.get("embed_tokens.weight", host(model.parts.embed(np.arange(32, dtype=np.int32))))
+    embedding = embedding * (2.0 if "DFlash2" in layout else np.sqrt(8) if "Gemma" in layout else 1.0)
     n, anchor, layers = 12, 7, len(its.config.hidden_layers)
     states = rng.normal(size=(n, layers, 8)).astype(np.float32)
     at = np.arange(n, dtype=np.int32)
@@ -255,7 +338,12 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
     head = w.get("lm_head.weight")
     wanted = hidden @ (host(eagles._rows(model, np.arange(32, dtype=np.int32))) if head is None else head).T
     normed, logits = network.block([0], [anchor], [n])
-    np.testing.assert_allclose(logits[0], wanted, atol=3e-4 * np.abs(wanted).max())
+    if "Gemma" in layout:
+        wanted = 2.0 * np.tanh(wanted / 2.0)
+    if most := its.config.candidates:
+        least = np.sort(wanted, -1)[:, -most:].min(-1, keepdims=True)
+        wanted = np.where(wanted >= least, wanted, -1e30)
+    np.testing.assert_allclose(logits[0], wanted, atol=3e-4 * np.abs(hidden).max(), rtol=1e-6)
     if "markov_head.markov_w1.weight" in w:
         left = np.zeros(its.config.markov_rank)
         token, leaves = anchor, np.zeros((1, its.config.markov_rank), np.float32)
@@ -266,12 +354,17 @@ def test_layouts_of_blocks(load: Load, tmp_path: Path, layout: str) -> None:
             token = int((wanted[slot] + bias).argmax())
 
 
-def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path) -> None:
-    """A Qwen3's layer over five of the target's, whose residual and feedback are not normed; own head and embedding."""
+@pytest.mark.parametrize("gemma", [False, True])
+def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path, gemma: bool) -> None:
+    """A Qwen3's or Gemma 4's layer over five of the target's, whose residual and feedback are not normed; own head and
+    embedding."""
     model, folder = load(6, **SMALL), tmp_path / "it"
-    told = {**QWEN3, "architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "layer_types": ["full_attention"],
-            "target_layer_ids": [0, 1, 2, 4, 5], "ttt_length": 7, "step_loss_decay": 1.0}  # fmt: skip
-    decoder = replace(learned.parallel().decoder, layers=1)
+    told = {**(GEMMA if gemma else QWEN3), "architectures": ["Gemma4Eagle3Model" if gemma else "Qwen3Eagle3Model"],
+            "num_hidden_layers": 1, "layer_types": ["full_attention"], "attention_k_eq_v": False, "ttt_length": 7,
+            "num_key_value_heads": 1, "target_layer_ids": [0, 1, 2, 4, 5], "step_loss_decay": 1.0}  # fmt: skip
+    decoder = replace(learned.parallel().decoder, layers=1, gemma=gemma)
+    if gemma:
+        decoder = replace(decoder, embedding_scale=np.sqrt(8), logit_cap=2.0)
     config = EagleConfig(decoder, 32, 32, (0, 1, 2, 4, 5), norm_before_residual=False, norm_output=False)
     tensors = learned.random_tensors(config, 4, head=True, embedding=True)
     tensors = {name: values for name, values in tensors.items() if name not in ("d2t", "t2d")}
@@ -299,9 +392,11 @@ def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path) -> None:
         ("DFlash, z-lab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ("DSpark, DeepSpec", {"target_layer_ids": [-1, 2, 4]}, "embeddings"),
         ("DSpark, DeepSpec", {"markov_head_type": "gru"}, "'gru': vanilla, gated, rnn are read"),
-        ("DSpark, DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers in a block drafter are not"),
+        ("DSpark, DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "activation is None: gelu_pytorch_tanh is read"),
+        ("DSpark, DeepSpec, Gemma", {"enable_moe_block": True}, "enable_moe_block"),
+        ("DFlash2, z-lab", {"dflash_config": {**D["dflash_config"], "conv_group_size": 3}}, "does not divide"),
         ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
-        ("DFlash, z-lab", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        ("DFlash, z-lab", {"dflash_config": {"output_multiplier": 0.5}}, "output_multiplier"),
     ],
 )
 def test_what_would_be_misread_is_refused(tmp_path: Path, layout: str, changes: dict[str, Any], says: str) -> None:
@@ -314,7 +409,7 @@ def test_what_would_be_misread_is_refused(tmp_path: Path, layout: str, changes: 
 
 def test_one_from_a_hub_in_a_pickle(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloaded by its name, converted, and plain tokens are said; what a pickle would run is refused."""
-    folder, _ = put(tmp_path / "it", LAYOUTS["DFlash, z-lab"])
+    folder, _ = put(tmp_path / "it", D)
     stored = safetensors.read(folder / "model.safetensors")
     tensors = {name: torch.from_numpy(np.array(safetensors.plain(each, name))).half() for name, each in stored.items()}
     torch.save(tensors, tmp_path / "pytorch_model.bin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,9 @@ DECODER = Decoder(HIDDEN, 2, 4, 2, 16, 96, 1e-5, 1e4, 512, qk_norm=True)
 
 
 def checkpoint(seed: int = 0, **options: Any) -> Checkpoint:
-    given = {"block": BLOCK, "mask_token": 6, "markov_rank": 32, "confidence": True}
-    config = ParallelConfig(DECODER, VOCAB, DRAFT, (0, 1, 2), **{**given, **options})
+    given = {"decoder": DECODER, "vocab": VOCAB, "draft_vocab": DRAFT, "hidden_layers": (0, 1, 2), "block": BLOCK,
+             "mask_token": 6, "markov_rank": 32, "confidence": True}  # fmt: skip
+    config = ParallelConfig(**{**given, **options})
     return learned.random_checkpoint(seed, config)
 
 
@@ -76,7 +78,8 @@ def target(tiny: Tiny) -> Iterator[NativeModel]:
 @pytest.mark.parametrize("kind", ["Q4_1", "F32"])
 def test_no_bit_depends_on_company(kind: str, tiny: Tiny, isa: str, rng: np.random.Generator) -> None:
     """Alone or among others, more than pass at once, read at once or in pieces, with 1 or more threads."""
-    its = checkpoint(markov={"Q4_1": "rnn", "F32": "gated"}[kind])
+    second = {"decoder": replace(DECODER, conv=(2, 16)), "markov": "selector", "candidates": 9}  # DFlash2
+    its = checkpoint(**({"markov": "rnn"} if kind == "Q4_1" else second))
     lengths = [1, 64, 131, 5, *rng.integers(1, 20, 16).tolist()]
     rows = {i: some(rng, n, 1 + (i + 6) % BLOCK, (0.0, 0.9)[i % 2], gaps=i % 3 == 0) for i, n in enumerate(lengths)}
     before = None
@@ -187,12 +190,13 @@ def test_tokens_are_those_of_the_largest_scores(
     blocks.close()
 
 
-@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn", "selector"])
 def test_a_tree_is_the_likeliest_of_all_paths(kind: str, target: NativeModel, rng: np.random.Generator) -> None:
     """All paths of 3 tokens among 12, enumerated with what the heads say after each; no other tree of as many nodes has
     a larger sum of path probabilities (DDTree, arXiv 2604.12989)."""
     size, slots, nodes = 12, 3, 20
-    shape = {"markov_rank": 0} if kind == "none" else {"markov": kind}
+    shape: dict[str, Any] = {"markov_rank": 0} if kind == "none" else {"markov": kind}
+    shape["candidates"] = 9 if kind == "selector" else 0
     config = ParallelConfig(DECODER, VOCAB, size, (0, 1, 2), **{"block": 3, "mask_token": 6, "markov_rank": 32,
                             "confidence": False, **shape})  # fmt: skip
     blocks, row = NativeParallel(target, learned.random_checkpoint(3, config, sharp=2.0)), some(rng, 20)

@@ -26,6 +26,14 @@ def rotate(x: Any, positions: Any, theta: float) -> Any:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: Any) -> Any:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 class Eagle:
     """``embedding`` [V, H], ``head`` [D, H]: the target's, where the checkpoint has none."""
 
@@ -52,21 +60,29 @@ class Eagle:
         """Of all entries [n, H], before the norm: tokens [n] and what stands beside them, g [n, H]."""
         d, n, t = self.c.decoder, len(tokens), {name.removeprefix("layers.0."): its for name, its in self.t.items()}
         normed, embedded = self.norm(g, "layers.0.hidden_norm.weight"), self.embedding[tokens]
+        embedded = embedded * (d.embedding_scale or 1.0)
         entered = np.concatenate([rms(embedded, t["input_layernorm.weight"], d.eps), normed], 1)
         x = normed if self.c.norm_before_residual else g
         q, k, v = ((entered @ t[f"self_attn.{name}_proj.weight"].T).reshape(n, -1, d.head_dim) for name in "qkv")
         if d.qk_norm:
             q, k = (rms(its, t[f"self_attn.{name}_norm.weight"], d.eps) for name, its in (("q", q), ("k", k)))
-        q, k = (rotate(its, np.arange(n), d.rope_theta) for its in (q, k))
+        heads = q, k
+        q, k = (rotate(its, np.arange(n), d.rope_theta) for its in heads)
+        if d.gemma:  # the second half of the angles stands still
+            q[..., 1::2], k[..., 1::2], v = heads[0][..., 1::2], heads[1][..., 1::2], rms(v, 1.0, d.eps)
         k, v = (np.repeat(its, d.heads // d.kv_heads, 1) for its in (k, v))
-        scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(x.dtype.type(d.head_dim))
+        scores = np.einsum("ihd,jhd->hij", q, k) / (1.0 if d.gemma else np.sqrt(x.dtype.type(d.head_dim)))
         scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
-        x = x + attended @ t["self_attn.o_proj.weight"].T
-        inner = rms(x, t["post_attention_layernorm.weight"], d.eps)
+        added = attended @ t["self_attn.o_proj.weight"].T
+        x = x + (rms(added, t["post_attention_layernorm.weight"], d.eps) if d.gemma else added)
+        inner = rms(x, t[f"{'pre_feedforward' if d.gemma else 'post_attention'}_layernorm.weight"], d.eps)
         gate, up = (inner @ t[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return x + (gate / (1 + np.exp(-gate)) * up) @ t["mlp.down_proj.weight"].T
+        added = ((gelu if d.gemma else silu)(gate) * up) @ t["mlp.down_proj.weight"].T
+        if not d.gemma:
+            return x + added
+        return (x + rms(added, t["post_feedforward_layernorm.weight"], d.eps)) * t["layer_scalar"]
 
     def logits(self, tokens: Any, hidden_states: Any, path: list[int]) -> Any:
         """[D] after real entries tokens [n] with states [n, T, H] and predicted ones for the tokens of ``path``."""
@@ -76,7 +92,8 @@ class Eagle:
             fed = self.norm(outputs[-1:], "norm.weight") if self.c.norm_output else outputs[-1:]
             tokens, g = [*tokens, token], np.concatenate([g, fed])
             outputs = self.outputs(tokens, g)
-        return self.norm(outputs[-1], "norm.weight") @ self.head.T
+        found, cap = self.norm(outputs[-1], "norm.weight") @ self.head.T, self.c.decoder.logit_cap
+        return cap * np.tanh(found / cap) if cap else found
 
 
 def eagle_steps(config: EagleConfig, tensors: Mapping[str, Any], hidden_states: Any, tokens: Any) -> tuple[Any, Any]:

@@ -212,6 +212,8 @@ def arrays_of(folder: Path, checkpoint: Checkpoint, head: bool) -> dict[str, Any
         )
     if isinstance(config, ParallelConfig) and any(config.decoder.windows) and not config.anchored:
         raise ModelError(f"{folder} cannot be written: speculators' layout has no windows that end at a block's slots")
+    if not isinstance(config, MedusaConfig) and (config.decoder.gemma or config.decoder.conv[0]):
+        raise ModelError(f"{folder} cannot be written: layers of Gemma 4's and of DFlash2's are read alone")
     wanted = {**tensor_shapes(config), **(head_shapes(config) if head else {})}
     if head:
         wanted |= {name: shape for name, shape in embedding_shape(config).items() if name in tensors}

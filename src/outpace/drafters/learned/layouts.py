@@ -2,14 +2,15 @@
 the layouts in which they are published: what config.json says, what the tensors are called there; read and written.
 
 Layers are counted as in ``Batch.hidden_layers``: ``hidden_layers`` are outputs of layers, from 0. Layouts: speculators
-0.9 (eagle3, peagle, dspark, dflash), EAGLE-3's own flat one, which is P-EAGLE's, too, z-lab's DFlash, DSpark as
-DeepSpec and as SpecForge write it, DeepSpec's EAGLE-3, Medusa's (vLLM's names, and the older ones of its authors). A
-file is untrusted: what it says is either understood or refused by name, since a drafter that is misread drafts badly
-without a word.
+0.9 (eagle3, peagle, dspark, dflash, dflash2), EAGLE-3's own flat one, which is P-EAGLE's, too, z-lab's DFlash and
+DFlash2, DSpark as DeepSpec and as SpecForge write it, DeepSpec's EAGLE-3, Medusa's (vLLM's names, and the older ones of
+its authors). A file is untrusted: what it says is either understood or refused by name, since a drafter that is misread
+drafts badly without a word.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,10 +28,15 @@ Shapes = Mapping[str, Shape]  # of the file's tensors, by canonical name
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A small Llama decoder's shape (``qk_norm``: a Qwen3 one's, with norms of query and key heads).
+    """A small Llama decoder's shape (``qk_norm``: a Qwen3 one's, with norms of query and key heads; ``gemma``: Gemma
+    4's, with norms behind attention and feed-forward, too, and of values, gelu, a scale of each layer's output and none
+    of scores).
 
     ``windows``: positions that a token of each layer sees, itself among them, 0 being all (empty: every layer sees
-    all). ``scaling``: how the rotations are stretched, as rope_parameters say it (empty: they are not).
+    all). ``scaling``: how the rotations are stretched, as rope_parameters say it (empty: they are not). ``conv``: taps
+    and channels of a group of DFlash2's convolutions over a block's slots, around attention and feed-forward; none: 0.
+    ``values``: without, values are made of keys' product. ``embedding_scale``: of the embedding's rows (None: as the
+    target scales its own, and 1 for the drafter's). ``logit_cap``: that logits are kept within, softly; 0: none.
     """
 
     hidden: int
@@ -45,6 +51,11 @@ class Decoder:
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
     scaling: Mapping[str, Any] = field(default_factory=dict)
+    gemma: bool = False
+    values: bool = True
+    conv: tuple[int, int] = (0, 0)
+    embedding_scale: float | None = None
+    logit_cap: float = 0.0
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -87,11 +98,13 @@ class ParallelConfig:
 
     ``mask_token``: the target's id that stands where nothing is known. ``markov_rank``: of the low-rank bias that the
     token before gives; 0: none; ``markov``: what it reads: "vanilla", that token alone; "gated", through a gate that
-    the slot's state opens; "rnn", and what the slots before have left. ``confidence``: whether a head estimates each
-    position's acceptance; ``confidence_markov``: it reads the token before, too. ``sample_from_anchor``: the pending
-    token's own place predicts as well, so that a block gives ``block`` tokens (otherwise one fewer). In layers with a
-    window: ``causal``: a slot sees no later slot; ``anchored``: every slot sees the ``window`` positions before the
-    anchor (otherwise its own window ends at the slot itself).
+    the slot's state opens; "rnn", and what the slots before have left; "selector" (DFlash2's), times a product of the
+    slot's state, for the ``candidates`` likeliest tokens of each slot alone, of which it then chooses. ``confidence``:
+    whether a head estimates each position's acceptance; ``confidence_markov``: it reads the token before, too.
+    ``sample_from_anchor``: the pending token's own place predicts as well, so that a block gives ``block`` tokens
+    (otherwise one fewer). In layers with a window: ``causal``: a slot sees no later slot; ``anchored``: every slot sees
+    the ``window`` positions before the anchor (otherwise its window ends at the slot itself, and behind that it sees
+    all slots unless ``causal``).
     """
 
     decoder: Decoder
@@ -107,6 +120,7 @@ class ParallelConfig:
     causal: bool = True
     anchored: bool = False
     markov: str = "vanilla"
+    candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +178,18 @@ def hidden_of(config: Config) -> int:
     return config.hidden if isinstance(config, MedusaConfig) else config.decoder.hidden
 
 
-# Markov heads that read more than a token: rows of their product, and what these read beside the state, both in ranks.
-MARKOV = {"gated": (1, 1), "rnn": (3, 2)}
+# Markov heads that read more than a token: their product's name, its rows, and what these read beside the state, both
+# in ranks; whether it has a bias.
+MARKOV = {
+    "gated": ("gate_proj", 1, 1, True),
+    "rnn": ("joint_proj", 3, 2, True),
+    "selector": ("hidden_projection", 1, 0, False),
+}
 
 
 def mix_of(config: ParallelConfig) -> str:
     """The product's name."""
-    return "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}[config.markov]
+    return f"markov_head.{MARKOV[config.markov][0]}"
 
 
 def _medusa(config: MedusaConfig) -> Iterator[tuple[str, Shape]]:
@@ -197,7 +216,8 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
             yield at + "hidden_norm.weight", (d.hidden,)
         yield at + "self_attn.q_proj.weight", (q, enters)
         yield at + "self_attn.k_proj.weight", (kv, enters)
-        yield at + "self_attn.v_proj.weight", (kv, enters)
+        if d.values:
+            yield at + "self_attn.v_proj.weight", (kv, enters)
         yield at + "self_attn.o_proj.weight", (d.hidden, q)
         if d.qk_norm:
             yield at + "self_attn.q_norm.weight", (d.head_dim,)
@@ -205,6 +225,14 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
         yield at + "mlp.gate_proj.weight", (d.ffn, d.hidden)
         yield at + "mlp.up_proj.weight", (d.ffn, d.hidden)
         yield at + "mlp.down_proj.weight", (d.hidden, d.ffn)
+        if d.gemma:
+            yield at + "pre_feedforward_layernorm.weight", (d.hidden,)
+            yield at + "post_feedforward_layernorm.weight", (d.hidden,)
+            yield at + "layer_scalar", (1,)
+        for name in ("attention_conv", "mlp_conv") if d.conv[0] else ():
+            taps, group = d.conv
+            yield f"{at}{name}.base_kernel", (2, taps, d.hidden)
+            yield f"{at}{name}.kernel_projection.weight", (2 * taps * d.hidden // group, d.hidden)
     if isinstance(config, EagleConfig):
         if config.fc_norm:
             yield from ((f"fc_norm.{i}.weight", (d.hidden,)) for i in range(hidden_layers))
@@ -217,10 +245,11 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
     if config.markov_rank:
         yield "markov_head.markov_w1.weight", (config.vocab, config.markov_rank)
         yield "markov_head.markov_w2.weight", (config.draft_vocab, config.markov_rank)
-        for name, (rows, reads) in MARKOV.items():
-            if name == config.markov:
-                yield f"{mix_of(config)}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
-                yield f"{mix_of(config)}.bias", (rows * config.markov_rank,)
+        if config.markov in MARKOV:
+            name, rows, reads, bias = MARKOV[config.markov]
+            yield f"markov_head.{name}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
+            if bias:
+                yield f"markov_head.{name}.bias", (rows * config.markov_rank,)
     if config.confidence:
         yield "confidence_head.proj.weight", (1, d.hidden + config.confidence_markov * config.markov_rank)
         yield "confidence_head.proj.bias", (1,)
@@ -234,20 +263,22 @@ METHODS = {
     "peagle": "eagle",
     "dspark": "parallel",
     "dflash": "parallel",
+    "dflash2": "parallel",
 }  # speculators' names, and ours
 NAMES = {EagleConfig: "eagle3", ParallelConfig: "dspark"}
 _EAGLE_LAYERS, _PARALLEL_LAYERS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "PEagleDraftModel")
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # P-EAGLE's mask token, as readers call it
-_DEEPSPEC, _DEEPSPEC_EAGLE, _BLOCKS = "Qwen3DSparkModel", "Qwen3Eagle3Model", ("DFlashDraftModel", "DSparkDraftModel")
-# Layouts that are known, but not read: what it is of each that is missing here.
-_UNREAD = {
-    "Gemma4DSparkModel": "Gemma 4's layers in a block drafter",
-    "Gemma4Eagle3Model": "Gemma 4's layer in an EAGLE-3 drafter",
-    "DFlash2DraftModel": "DFlash2's convolutions and candidate selector",
-    "dflash2": "DFlash2's convolutions and candidate selector",
-    "xpress": "XPress's heads",
+_DEEPSPEC = {"Qwen3DSparkModel": False, "Gemma4DSparkModel": True}  # whether its layers are Gemma 4's
+_DEEPSPEC_EAGLE = {"Qwen3Eagle3Model": False, "Gemma4Eagle3Model": True}
+_BLOCKS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2", "DSparkDraftModel": "dspark"}
+_UNREAD = {"xpress": "XPress's heads"}  # what it is of a layout that is known, but not read
+# What DFlash2 calls the parts of a Markov head.
+_SELECTOR = {
+    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
+    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
+    "candidate_selector.hidden_projection.weight": "markov_head.hidden_projection.weight",
 }
 # What training leaves in a file although the target has it, or it follows from the description.
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
@@ -259,24 +290,28 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
     """The method and shape that a config.json and its tensors' shapes describe; ``own``: our object in it. Raises
     ModelError."""
     if "speculators_model_type" in config:
-        return speculators(facts, shapes)
+        method, found = speculators(facts, shapes)
+        return method, found if own.all else _as_stored(found)
     if is_medusa(config):
         return medusa(facts, own, shapes)
     named = {*facts.listed("architectures")}
-    if named & {_DEEPSPEC, *_BLOCKS}:
-        return "parallel", _deepspec(facts) if _DEEPSPEC in named else _block(
-            facts, "DSparkDraftModel" in named, shapes
-        )
-    if _DEEPSPEC_EAGLE in named:
-        return "eagle", _deepspec_eagle(facts)
+    for name in named & _DEEPSPEC.keys():
+        return "parallel", _deepspec(facts, _DEEPSPEC[name])
+    for name in named & _BLOCKS.keys():
+        return "parallel", _block(facts, _BLOCKS[name], shapes)
+    for name in named & _DEEPSPEC_EAGLE.keys():
+        return "eagle", _deepspec_eagle(facts, _DEEPSPEC_EAGLE[name])
     if is_eagle(facts, shapes):
-        return flat_eagle(facts, shapes)
-    if unread := named & _UNREAD.keys():
-        raise facts.fail(f"its architecture is {min(unread)}, and {_UNREAD[min(unread)]} are not read: {_REMEDY}")
+        return "eagle", _as_stored(flat_eagle(facts, shapes))
     raise facts.fail(
         f"it describes {config.get('architectures') or config.get('model_type')!r}: give a drafter in the layout of "
         "speculators, EAGLE-3, DFlash, DSpark or Medusa"
     )
+
+
+def _as_stored(config: EagleConfig | ParallelConfig) -> Config:
+    """Of makers that embed tokens by the target's rows as they are stored, where the target may scale them."""
+    return replace(config, decoder=replace(config.decoder, embedding_scale=1.0))
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
@@ -297,7 +332,7 @@ def canonical(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
     for name in names:
         if not name.endswith(IGNORED):
             own = name.replace("midlayer.", "layers.0.").removeprefix("logit_head.")  # SpecForge's early DSpark
-            found[_medusa_name(name) if medusa else own] = name
+            found[_medusa_name(name) if medusa else _SELECTOR.get(own, own)] = name
     if medusa and config.get("original_lm_head") and "lm_head.weight" not in found and "lm_heads.0.weight" in found:
         shared = found["lm_heads.0.weight"]  # one head for all, although each is listed
         found = {name: tensor for name, tensor in found.items() if not name.startswith("lm_heads.")}
@@ -316,7 +351,7 @@ def _medusa_name(name: str) -> str:
     return f"lm_heads.{head}.{'.'.join(parts[2:])}"
 
 
-def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
+def speculators(facts: Facts, shapes: Shapes) -> tuple[str, EagleConfig | ParallelConfig]:
     """The method and shape of a speculators config. Raises ModelError for what this library does not run."""
     kind = facts.get("speculators_model_type")
     if isinstance(kind, str) and kind in _UNREAD:
@@ -344,15 +379,29 @@ def speculators(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
         raise facts.fail(f"{_PARALLEL_LAYERS} is missing: name the target's layers that it reads")
     decoder = _decoder(layer, True, None)  # its layers are Qwen3's, whatever the model_type
     block, mask = facts.whole("block_size", most=1024), facts.whole("mask_token_id", most=vocab - 1, least=0)
-    dspark = kind == "dspark"
+    dspark, second = kind == "dspark", kind == "dflash2"
     anchor = facts.flag("sample_from_anchor", None if dspark else False)
     heads, markov = _heads(facts, 256, True, True) if dspark else ((0, False, False), "vanilla")
     windows = any(decoder.windows)
-    causal = not (facts.flag("sliding_window_non_causal", False) and windows)
+    causal = not (facts.flag("sliding_window_non_causal", second) and windows)
     shape = decoder, vocab, draft, hidden_layers, block, mask
     if markov == "rnn" and not anchor:
         raise facts.fail(f"its recurrent Markov head begins before what is drafted (sample_from_anchor): {_REMEDY}")
-    return "parallel", ParallelConfig(*shape, *heads, anchor, causal, windows, markov)
+    found = ParallelConfig(*shape, *heads, anchor, causal, windows, markov)
+    return "parallel", _second(facts, found) if second else found
+
+
+def _second(facts: Facts, config: ParallelConfig) -> ParallelConfig:
+    """DFlash2: convolutions over a block's slots, and what chooses among each slot's likeliest tokens."""
+    d = config.decoder
+    taps, group = facts.whole("conv_kernel_size", 2, most=config.block), facts.whole("conv_group_size", 16)
+    if d.hidden % group:
+        raise facts.fail(f"conv_group_size is {group}, which does not divide its hidden_size, {d.hidden}")
+    most = min(64, config.draft_vocab)
+    return replace(
+        config, decoder=replace(d, conv=(taps, group)), markov="selector",
+        markov_rank=facts.whole("selector_rank", 256), candidates=facts.whole("selector_top_k", 16, most=most),
+    )  # fmt: skip
 
 
 def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[tuple[int, bool, bool], str]:
@@ -360,8 +409,8 @@ def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[tupl
     and the Markov head's kind. Given: what is meant where nothing is said."""
     kind = facts.get("markov_head_type")
     kind = "vanilla" if kind is None else kind
-    if kind != "vanilla" and kind not in MARKOV:
-        raise facts.fail(f"its markov_head_type is {kind!r}: vanilla, {', '.join(MARKOV)} are read")
+    if kind not in ("vanilla", "gated", "rnn"):
+        raise facts.fail(f"its markov_head_type is {kind!r}: vanilla, gated, rnn are read")
     rank, head = facts.whole("markov_rank", rank, least=0), facts.flag("enable_confidence_head", confidence)
     reads = facts.flag("confidence_head_with_markov", reads)
     if head and reads and not rank:
@@ -369,42 +418,69 @@ def _heads(facts: Facts, rank: int, confidence: bool, reads: bool) -> tuple[tupl
     return (rank, head, reads), kind if rank else "vanilla"
 
 
-def _deepspec(facts: Facts) -> ParallelConfig:
-    """DSpark as deepseek-ai/DeepSpec writes it: all keys beside a Qwen3's, the pending token's place predicts, too. A
-    DFlash of its has the same layout, without heads."""
+def _deepspec(facts: Facts, gemma: bool) -> ParallelConfig:
+    """DSpark as deepseek-ai/DeepSpec writes it: all keys beside a Qwen3's or Gemma 4's, the pending token's place
+    predicts, too. A DFlash of its has the same layout, without heads."""
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
     heads, markov = _heads(facts, 0, False, False)
-    shape = _decoder(facts, True, None), vocab, vocab, _outputs(facts), block, mask
-    return ParallelConfig(*shape, *heads, markov=markov)
+    decoder = _gemma(facts, None) if gemma else _decoder(facts, True, None)
+    return ParallelConfig(decoder, vocab, vocab, _outputs(facts), block, mask, *heads, markov=markov)
 
 
-def _deepspec_eagle(facts: Facts) -> EagleConfig:
-    """EAGLE-3 as DeepSpec writes it: a Qwen3's keys, embedding and head of its own, what is fed back is not normed."""
+def _deepspec_eagle(facts: Facts, gemma: bool) -> EagleConfig:
+    """EAGLE-3 as DeepSpec writes it: a Qwen3's or Gemma 4's keys, embedding and head of its own, what is fed back is
+    not normed."""
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
-    return EagleConfig(_decoder(facts, True, 1), vocab, vocab, _outputs(facts))
+    return EagleConfig(_gemma(facts, 1) if gemma else _decoder(facts, True, 1), vocab, vocab, _outputs(facts))
 
 
-def _block(facts: Facts, dspark: bool, shapes: Shapes) -> ParallelConfig:
-    """DFlash as z-lab writes it, and SpecForge, whose DSpark predicts at the pending token's place, too, and has its
-    keys beside the decoder's, in ``dspark_config`` or in ``dflash_config``; what is left out of its confidence head
-    follows from the tensors."""
+def _gemma(facts: Facts, layers: int | None) -> Decoder:
+    """Gemma 4's full layers: the heads and rotations of these, an embedding that is scaled by its width."""
+    if facts.get("hidden_activation") != "gelu_pytorch_tanh":
+        raise facts.fail(f"its activation is {facts.get('hidden_activation')!r}: gelu_pytorch_tanh is read")
+    for key in ("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp"):
+        if facts.get(key):
+            raise facts.fail(f"it has {key}: {_REMEDY}")
+    if "sliding_attention" in facts.listed("layer_types"):
+        raise facts.fail(f"its layers have 'sliding_attention': {_REMEDY}")
+    shared = bool(facts.get("attention_k_eq_v"))
+    heads = "num_global_key_value_heads" if shared else "num_key_value_heads"
+    full = facts.part("rope_parameters").part("full_attention").all or facts.get("rope_parameters")
+    changed = {"hidden_act": "silu", "head_dim": facts.get("global_head_dim"), "num_key_value_heads": facts.get(heads),
+               "rope_parameters": full}  # fmt: skip
+    d = _decoder(facts.about({**facts.all, **changed}), True, layers)
+    cap = facts.number("final_logit_softcapping") if facts.get("final_logit_softcapping") is not None else 0.0
+    return replace(d, gemma=True, values=not shared, embedding_scale=math.sqrt(d.hidden), logit_cap=cap)
+
+
+def _block(facts: Facts, kind: str, shapes: Shapes) -> ParallelConfig:
+    """DFlash and DFlash2 as z-lab writes them, and SpecForge, whose DSpark predicts at the pending token's place, too,
+    and has its keys beside the decoder's, in ``dspark_config`` or in ``dflash_config``; what is left out of its
+    confidence head follows from the tensors."""
     nested = facts.about({**facts.all, **facts.part("dspark_config").all, **facts.part("dflash_config").all})
-    for key, neutral in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", 0),
-                         ("shift_label", False), ("pure_draft_prefix_len", 0), ("causal_head_type", None)):  # fmt: skip
+    dspark, second = kind == "dspark", kind == "dflash2"
+    for key, neutral in (("output_multiplier", 1), ("shift_label", False), ("pure_draft_prefix_len", 0),
+                         ("causal_head_type", None), ("sample_from_anchor", dspark)):  # fmt: skip
         if (nested.get(key) or neutral) != neutral:
             raise facts.fail(f"it has dflash_config.{key}: {_REMEDY}")
-    if nested.get("projector_type", "dspark" if dspark else "dflash") != ("dspark" if dspark else "dflash"):
+    if nested.get("projector_type", kind) != kind:
         raise facts.fail(f"its projector_type is {nested.get('projector_type')!r}: {_REMEDY}")
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask = nested.whole("mask_token_id", most=vocab - 1, least=0)
     block = nested.whole("block_size", most=1024, least=2)
-    decoder = _decoder(facts, True, None)
+    scale, cap = nested.get("input_embedding_scale"), nested.get("final_logit_softcapping")
+    decoder = replace(
+        _decoder(facts, True, None),
+        embedding_scale=None if scale is None else nested.number("input_embedding_scale"),
+        logit_cap=nested.number("final_logit_softcapping") if cap else 0.0,
+    )
     ids = _outputs(nested) if nested.get("target_layer_ids") is not None else _spread(facts, decoder.layers)
     reads = shapes.get("confidence_head.proj.weight", (0,))[-1]
     heads, markov = _heads(nested, 0, reads > 0, reads > decoder.hidden) if dspark else ((0, False, False), "vanilla")
-    causal = facts.get("is_causal") is not False
-    return ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, dspark, causal, markov=markov)
+    causal = facts.get("is_causal") is not False and not (second and facts.get("is_causal") is None)
+    config = ParallelConfig(decoder, vocab, vocab, ids, block, mask, *heads, dspark, causal, markov=markov)
+    return _second(nested, config) if second else config
 
 
 def _outputs(facts: Facts) -> tuple[int, ...]:
@@ -426,7 +502,7 @@ def _spread(facts: Facts, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (count - 4) / (layers - 1)) for i in range(layers))
 
 
-def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
+def flat_eagle(facts: Facts, shapes: Shapes) -> EagleConfig:
     """An EAGLE-3 drafter whose config.json is a Llama model's with ``draft_vocab_size``."""
     nested = facts.part("eagle_config")
     if nested.get("use_aux_hidden_state", True) is not True:
@@ -445,7 +521,7 @@ def flat_eagle(facts: Facts, shapes: Shapes) -> tuple[str, Config]:
         raise facts.fail(f"it has {layers} layers, and EAGLE-3 has one: {_REMEDY}")
     decoder = _decoder(facts, False, None, layers)
     config = _eagle(facts, decoder, vocab, draft, hidden_layers, flags, False)
-    return "eagle", _masked(facts, config, config.depths) if "mask_hidden" in shapes else config
+    return _masked(facts, config, config.depths) if "mask_hidden" in shapes else config
 
 
 def _masked(facts: Facts, config: EagleConfig, depths: int) -> EagleConfig:
@@ -565,7 +641,8 @@ def _rotations(facts: Facts) -> tuple[float, dict[str, Any]]:
     rope = facts.part("rope_parameters" if facts.get("rope_parameters") else "rope_scaling")
     rope = rope.part("sliding_attention") if rope.get("sliding_attention") else rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("full_attention"):
+    part = rope.get("partial_rotary_factor", 1.0) != 1.0 and kind != "proportional"
+    if part or rope.get("full_attention"):
         raise facts.fail(f"its rope turns a part of each head, or differs by layer: {_REMEDY}")
     theta = rope.number("rope_theta", facts.number("rope_theta", 1e4))
     if kind in ("default", "mrope"):  # without images the parts of a position are all the same

@@ -95,12 +95,30 @@ class Packing:
     def layer(self, i: int, decoder: Decoder) -> dict[str, Any]:
         at = f"layers.{i}."
         layer: dict[str, Any] = {"window": decoder.window(i), "rope": 0}
-        layer |= {name: self.matrix(self.tensors[f"{at}{tensor}.weight"]) for name, tensor in _MATRICES.items()}
+        matrices = {name: tensor for name, tensor in _MATRICES.items() if name != "v" or decoder.values}
+        layer |= {name: self.matrix(self.tensors[f"{at}{tensor}.weight"]) for name, tensor in matrices.items()}
         layer["attn_norm"] = self.vector(at + "input_layernorm.weight")
         layer["ffn_norm"] = self.vector(at + "post_attention_layernorm.weight")
         if decoder.qk_norm:
             layer |= {name: self.vector(f"{at}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
+        if decoder.gemma:
+            layer["post_attn_norm"] = layer["ffn_norm"]
+            layer["ffn_norm"] = self.vector(at + "pre_feedforward_layernorm.weight")
+            layer["post_ffn_norm"] = self.vector(at + "post_feedforward_layernorm.weight")
+            layer["v_norm"] = np.ones(decoder.head_dim, np.float32)
+            layer["output_scale"] = float(self.vector(at + "layer_scalar")[0])
         return layer
+
+    def convolutions(self, i: int, decoder: Decoder, block: int) -> dict[str, Any]:
+        """Of a layer over ``block`` slots: DFlash2's."""
+        taps, group = decoder.conv
+        own = {}
+        for name, stored in (("attn_conv", "attention_conv"), ("ffn_conv", "mlp_conv")) if taps else ():
+            at = f"layers.{i}.{stored}"
+            project = self.matrix(self.tensors[f"{at}.kernel_projection.weight"])
+            base = self.vector(f"{at}.base_kernel").ravel()
+            own[name] = {"taps": taps, "group": group, "block": block, "project": project, "base": base}
+        return own
 
     def model(self, decoder: Decoder, layers: list[dict[str, Any]], kv_dtype: str, limit: int | None) -> _native.Model:
         """Of such layers, with a cache of its own."""
@@ -108,11 +126,14 @@ class Packing:
         embedding, scale = handle.embedding, handle.embedding_scale
         if "embed_tokens.weight" in self.tensors:
             embedding, scale = self.matrix(self.tensors["embed_tokens.weight"]), 1.0
+        if decoder.embedding_scale is not None:
+            scale = decoder.embedding_scale
         sizes = {
             "vocab": embedding.rows, "outputs": len(self.ids), "hidden": decoder.hidden, "heads": decoder.heads,
             "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "ffn": decoder.ffn, "eps": decoder.eps,
-            "attention_scale": decoder.head_dim**-0.5, "embedding_scale": scale, "activation": "silu",
-            "max_length": decoder.max_length,
+            "attention_scale": 1.0 if decoder.gemma else decoder.head_dim**-0.5, "embedding_scale": scale,
+            "activation": "gelu_tanh" if decoder.gemma else "silu", "max_length": decoder.max_length,
+            "logit_cap": decoder.logit_cap,
         }  # fmt: skip
         rope = decoder.rope
         ropes = [(rope.frequencies, rope.scale, 0.0, 1)]
@@ -398,7 +419,9 @@ class NativeParallel(BlockNetwork):
         shape = config.decoder
         with fitting():
             packing = Packing(target, checkpoint, to)
-            layers = [packing.layer(i, shape) for i in range(shape.layers)]
+            layers = [
+                packing.layer(i, shape) | packing.convolutions(i, shape, config.block) for i in range(shape.layers)
+            ]
             for layer in layers:
                 if layer["window"]:
                     layer |= {"causal": config.causal, "anchored": config.anchored}
@@ -409,13 +432,15 @@ class NativeParallel(BlockNetwork):
                 markov = packing.looked_up("markov_head.markov_w1.weight"), after
             if config.markov != "vanilla":
                 name = mix_of(config)
-                mix = packing.matrix(packing.tensors[f"{name}.weight"]), packing.vector(f"{name}.bias")
+                bias = packing.vector(f"{name}.bias") if f"{name}.bias" in packing.tensors else np.zeros(0, np.float32)
+                mix = packing.matrix(packing.tensors[f"{name}.weight"]), bias
             if config.confidence:
                 weight, bias = (packing.vector(f"confidence_head.proj.{name}") for name in ("weight", "bias"))
                 confidence = weight.reshape(-1), float(bias[0])
             network = _native.Parallel(
                 model, packing.matrix(packing.tensors["fc.weight"]), packing.vector("hidden_norm.weight"),
                 packing.ids, config.block, config.mask_token, config.sample_from_anchor, markov, mix, confidence,
+                config.candidates,
             )  # fmt: skip
         super().__init__(packing.ids, config)
         self.kv, self._markov = NativeKV(model, network), markov is not None

@@ -16,6 +16,8 @@ from outpace.drafters.learned.drafter import Network
 from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.errors import NotFiniteError
 
+NEVER = -1e30  # the logit of a token that a slot does not choose among
+
 
 class Block(NamedTuple):
     """A row's block under way: logits [K, D] without what the token before adds, and normed states [K, H] where that

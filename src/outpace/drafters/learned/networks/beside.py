@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outpace.common.arrays import I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.drafter import KV
-from outpace.drafters.learned.layouts import draft_ids, head_shapes
+from outpace.drafters.learned.layouts import MedusaConfig, draft_ids, head_shapes
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
 
@@ -43,6 +43,8 @@ class Shared:
             (sample.device, sample.dtype) if self._in_torch else (torch.device("cpu"), torch.float32)
         )
         tensors = checkpoint.tensors
+        decoder = None if isinstance(config, MedusaConfig) else config.decoder
+        self._scale, self._cap = (decoder.embedding_scale, decoder.logit_cap) if decoder else (None, 0.0)
         self.ids: I32 = draft_ids(config, tensors)
         self._rows = {name: self.tensor(tensors[name]) for name in head_shapes(config) if name in tensors}
         own = "embed_tokens.weight"
@@ -63,7 +65,11 @@ class Shared:
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., h] of target ids int64 [...]."""
         if self._embedding is not None:
-            return self._embedding[tokens]
+            own = self._embedding[tokens]
+            return own if self._scale in (None, 1.0) else own * self._scale
+        if self._in_torch and self._scale is not None:
+            rows = self.parts.embedding.weight[tokens]
+            return rows if self._scale == 1.0 else rows * self._scale
         if self._in_torch:
             found: Tensor = self.parts.embed(tokens)
             return found
@@ -72,12 +78,13 @@ class Shared:
     def logits(self, normed: Tensor, name: str = "lm_head.weight") -> Tensor:
         """[..., D] of normed states [..., h], by the rows called ``name``."""
         if name in self._rows:
-            return F.linear(normed, self._rows[name])
-        if self._in_torch:
+            found = F.linear(normed, self._rows[name])
+            return found if not self._cap else torch.tanh(found / self._cap) * self._cap
+        if self._in_torch:  # the target caps its own
             self._head = self._head or self.parts.head_of(self.ids)
             return self._head(normed)
-        found = self.parts.logits(normed.reshape(-1, normed.shape[-1]).numpy(), self.ids)
-        return torch.as_tensor(found).reshape(*normed.shape[:-1], -1)
+        logits = self.parts.logits(normed.reshape(-1, normed.shape[-1]).numpy(), self.ids)
+        return torch.as_tensor(logits).reshape(*normed.shape[:-1], -1)
 
 
 class Slab(KV):

@@ -27,7 +27,7 @@ from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.drafter import Ask, Network, Predicted
 from outpace.drafters.learned.layouts import Decoder, EagleConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
-from outpace.drafters.learned.networks.layers import Attention, Mlp, Norm, Rope
+from outpace.drafters.learned.networks.layers import Layer, Norm, Rope
 from outpace.drafters.learned.networks.trees import SAMPLES, Bucket, Trees, choices, drafts_of, noise_of
 from outpace.errors import DrafterError, OutpaceError, ParameterError
 from outpace.exact.drafts import Drafts
@@ -40,16 +40,12 @@ log = logging.getLogger(__name__)
 CLOSE = 0.05  # chances of nodes, as a graph has them and as they are
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(Layer):
     """Attention reads 2 h numbers: the token's, then the features'."""
 
     def __init__(self, shape: Decoder) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        super().__init__(shape, 2 * shape.hidden)
         self.hidden_norm = Norm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden)
-        self.mlp = Mlp(shape)
 
 
 class EagleNetwork(nn.Module):
@@ -106,8 +102,7 @@ class EagleNetwork(nn.Module):
     def leave(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """From the residual [..., h] and attention's [..., heads, head_dim]: the output [..., h] after ``norm``, which
         the head reads, and the features [..., h] of the next entry, which the network itself predicts."""
-        hidden = residual + self.layer.self_attn.o_proj(mixed.flatten(-2))
-        hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+        hidden = self.layer.leave(residual, mixed.flatten(-2))
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

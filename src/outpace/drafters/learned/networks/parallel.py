@@ -23,7 +23,7 @@ from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
 from outpace.drafters.learned.networks.trees import grown
-from outpace.drafters.learned.parallel import BlockNetwork
+from outpace.drafters.learned.parallel import NEVER, BlockNetwork
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model
 from outpace.models.torch.upload import uploaded
@@ -51,10 +51,9 @@ def attend(
     hidden = (at >= seen[:, None])[:, None].expand(-1, slots, -1)  # [A, K, L]
     near = q @ k.permute(2, 0, 3, 1)
     if window:
-        last = slot if causal else torch.full_like(slot, slots - 1)  # that each slot sees, and where its window ends
-        ends = seen[:, None] + (torch.full_like(slot, -1) if anchored else last)
+        ends = seen[:, None] + (torch.full_like(slot, -1) if anchored else slot)
         hidden = hidden | (at <= ends[..., None] - window)
-        unseen = (slot > last[:, None]) | (not anchored) * (slot <= last[:, None] - window)
+        unseen = causal * (slot > slot[:, None]) | (not anchored) * (slot <= slot[:, None] - window)
         near = near.masked_fill(unseen.repeat_interleave(heads // groups, 0), -torch.inf)
     far = far.masked_fill(hidden.repeat_interleave(heads // groups, 1), -torch.inf)
     scores = torch.cat((far, near), -1)
@@ -77,6 +76,8 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif config.markov == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        elif config.markov == "selector":
+            self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
     def forward(self, before: Tensor, normed: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         """What is added [..., D] behind tokens whose embeddings are ``before`` [..., rank], to slots of normed states
@@ -84,6 +85,8 @@ class MarkovHead(nn.Module):
         reads = before
         if hasattr(self, "gate_proj"):
             reads = torch.sigmoid(self.gate_proj(torch.cat((normed, before), -1))) * before
+        elif hasattr(self, "hidden_projection"):
+            reads = before * self.hidden_projection(normed)
         elif hasattr(self, "joint_proj"):
             gate, candidate, out = self.joint_proj(torch.cat((left, before, normed), -1)).chunk(3, -1)
             gate = torch.sigmoid(gate)
@@ -155,22 +158,20 @@ class ParallelNetwork(nn.Module):
         first ``seen[b][a]`` positions.
         """
         size = self.config.block
-        x = embedded.flatten(0, 1)
-        cos, sin = self.rope((position[:, None] + torch.arange(size, device=position.device)).flatten())
+        x = embedded
+        cos, sin = self.rope(position[:, None] + torch.arange(size, device=position.device))
         counts = [len(limits) for limits in seen]
         for i, layer in enumerate(self.layers):
             attention: Attention = layer.self_attn
-            normed = layer.input_layernorm(x)
-            k, v = (part.unflatten(0, (-1, size)) for part in attention.keys_values(normed, cos, sin))
-            q = attention.queries(normed, cos, sin).unflatten(0, (-1, size))
+            normed, kernels = layer.enter(x)
+            k, v = attention.keys_values(normed, cos, sin)
+            q = attention.queries(normed, cos, sin)
             parts = zip(q.split(counts), k.split(counts), v.split(counts), contexts, seen, strict=True)
             window, causal, anchored = self.config.decoder.window(i), self.config.causal, self.config.anchored
             found = [
                 attend(a, b, c, *context[i], limits, window, causal, anchored) for a, b, c, context, limits in parts
             ]
-            x = x + attention.o_proj(torch.cat(found).flatten(0, 1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        x = x.unflatten(0, (-1, size))
+            x = layer.leave(x, torch.cat(found), kernels)
         normed_out: Tensor = self.norm(x if self.config.sample_from_anchor else x[:, 1:])
         return normed_out
 
@@ -233,12 +234,16 @@ class ParallelNetwork(nn.Module):
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Normed states [B, K, h] and the head's logits [B, K, D] of such blocks."""
+        """Normed states [B, K, h] and the head's logits [B, K, D] of such blocks; NEVER of what is no candidate."""
         tokens = self.inputs(anchor)
         embedded = embed(tokens.flatten()).view(*tokens.shape, -1)
         seen = [torch.tensor([len(context[0][0])], device=anchor.device) for context in contexts]
         normed = self.blocks(embedded, position, contexts, seen)
-        return normed, head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
+        found = head(normed.flatten(0, 1)).unflatten(0, (-1, self.slots))
+        if most := self.config.candidates:  # the others are never drafted
+            best = found.topk(most, -1)
+            found = torch.full_like(found, NEVER).scatter(-1, best.indices, best.values)
+        return normed, found
 
 
 class TorchParallel(BlockNetwork):

@@ -59,8 +59,7 @@ class PeagleNetwork(EagleNetwork):
             sees = (at <= place) & (at > place - window)
             q = attention.queries(x, cos, sin)
             mixed = attend(q[None], found[-2][None], found[-1][None], sees[None])[0]
-            residual = residual + attention.o_proj(mixed.flatten(-2))
-            residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+            residual = layer.leave(residual, mixed.flatten(-2))
         normed: Tensor = self.norm(residual)
         return normed, torch.stack(found, 1)[before:]
 
