@@ -23,6 +23,7 @@ from outpace.errors import ParameterError
         ("/models/qwen3-coder-30b-a3b-instruct.Q4_K_M.gguf", "Qwen3-Coder-30B-A3B"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct"),
         ("Qwen/Qwen3.5-4B", "Qwen3.5-4B"),
+        ("unsloth/gemma-4-12B-it-GGUF", "gemma-4-12B-it"),
         ("Qwen/Qwen3-0.6B", None),
         ("someone/Qwen3-80B", None),
     ],

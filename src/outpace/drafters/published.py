@@ -16,6 +16,7 @@ UNKNOWN = "unknown"
 _ZLAB = "https://huggingface.co/collections/z-lab/dflash"
 _VLLM = "https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/"
 _DEEPSPEC = "https://github.com/deepseek-ai/DeepSpec"
+_RADIXARK = "https://huggingface.co/RadixArk/Qwen3.8-27B-DSpark"
 _UNSTATED = "none stated"  # the page in the hub has no model card
 
 
@@ -41,8 +42,10 @@ def _zlab(*found: tuple[str, str, str, str]) -> Iterator[Published]:
 
 def _deepspec(found: Iterable[tuple[str, str, str]]) -> Iterator[Published]:
     for size, method, parameters in found:
-        name = f"{method}:deepseek-ai/{method}_qwen3_{size.lower()}_block7"
-        yield Published(f"Qwen3-{size}", name, _DEEPSPEC, parameters, UNKNOWN if parameters == UNKNOWN else _UNSTATED)
+        model, family = ("gemma-4-12B-it", "gemma4") if size == "12B" else (f"Qwen3-{size}", "qwen3")
+        stem, end = ("eagle3", "ttt7") if method == "eagle" else (method, "block7")
+        name = f"{method}:deepseek-ai/{stem}_{family}_{size.lower()}_{end}"
+        yield Published(model, name, _DEEPSPEC, parameters, UNKNOWN if parameters == UNKNOWN else _UNSTATED)
 
 
 PUBLISHED: tuple[Published, ...] = (
@@ -54,6 +57,10 @@ PUBLISHED: tuple[Published, ...] = (
         ("Qwen3.5-122B-A10B", "Qwen3.5-122B-A10B-DFlash", UNKNOWN, UNKNOWN),
         ("Qwen3.6-27B", "Qwen3.6-27B-DFlash", "2B", UNKNOWN),
         ("Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash", "0.4B", UNKNOWN),
+        ("Qwen3.8-27B", "Qwen3.8-27B-DFlash2", "2B", UNKNOWN),  # incoai/Qwen3.8-27B-DFlash2 is the same
+        ("gemma-4-12B-it", "gemma4-12B-it-DFlash", UNKNOWN, UNKNOWN),
+        ("gemma-4-26B-A4B-it", "gemma-4-26B-A4B-it-DFlash", UNKNOWN, UNKNOWN),
+        ("gemma-4-31B-it", "gemma-4-31B-it-DFlash", "2B", UNKNOWN),
         ("Qwen3-Coder-Next", "Qwen3-Coder-Next-DFlash", "0.5B", "mit"),
         ("Qwen3-Coder-30B-A3B", "Qwen3-Coder-30B-A3B-DFlash", "0.5B", UNKNOWN),
         ("Qwen3-4B", "Qwen3-4B-DFlash-b16", "0.5B", UNKNOWN),
@@ -64,8 +71,11 @@ PUBLISHED: tuple[Published, ...] = (
         [
             *(("4B", "dspark", "1B"), ("4B", "dflash", "1B"), ("8B", "dspark", "2B"), ("8B", "dflash", UNKNOWN)),
             *(("14B", "dspark", "3B"), ("14B", "dflash", "3B")),
+            *((size, "eagle", UNKNOWN) for size in ("4B", "8B", "14B", "12B")),
+            *(("12B", "dspark", UNKNOWN), ("12B", "dflash", UNKNOWN)),
         ]
     ),
+    Published("Qwen3.8-27B", "dspark:RadixArk/Qwen3.8-27B-DSpark", _RADIXARK, "1B"),
     *(Published(f"Qwen3-{size}", "model:Qwen/Qwen3-0.6B", _VLLM, "0.6B", "apache-2.0") for size in ("4B", "8B")),
 )
 
