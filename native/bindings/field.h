@@ -19,7 +19,15 @@ public:
     Field(nb::handle from, const char* name) {
         if (from.is_none()) return;
         Py_buffer view;
-        if (PyObject_GetBuffer(from.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) throw nb::python_error();
+        const char* type = std::is_floating_point_v<Item> ? "float32" : sizeof(Item) == 1 ? "uint8" : "int32";
+        const std::string wrong = std::string(name) + " must be a contiguous numpy array of " + type;
+        if (PyObject_GetBuffer(from.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+            if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
+                !PyErr_ExceptionMatches(PyExc_BufferError))
+                throw nb::python_error();
+            PyErr_Clear();
+            throw std::invalid_argument(wrong);
+        }
         const char kind = view.format && view.format[0] ? view.format[std::strlen(view.format) - 1] : 'B';
         const bool fits = std::is_floating_point_v<Item> ? kind == 'f' : std::strchr(sizeof(Item) == 1 ? "Bb?" : "il", kind) != nullptr;
         held_ = view.itemsize == static_cast<Py_ssize_t>(sizeof(Item)) && fits;
@@ -29,9 +37,10 @@ public:
             if (view.len > 0) std::memcpy(values_.data(), view.buf, static_cast<size_t>(view.len));
         }
         PyBuffer_Release(&view);
-        if (!held_) throw std::invalid_argument(std::string(name) + " is of another type than the seam says");
+        if (!held_) throw std::invalid_argument(wrong);
     }
 
+    bool held() const { return held_; }
     const Item* data() const { return held_ ? values_.data() : nullptr; }
     // Throws unless the shape is [rows] or [rows, width].
     void expect(size_t rows, std::optional<size_t> width, const char* name) const {

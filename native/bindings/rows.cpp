@@ -202,11 +202,17 @@ public:
         const Field<float> confidence(drafts.attr("confidence"), "confidence");
         const Field<uint8_t> source(drafts.attr("source"), "source");
         const size_t b = where.size(), w = tokens.shape(1);
+        if (!tokens.held() || !widths.held()) throw std::invalid_argument("tokens and widths must be arrays of int32, and one is None");
         tokens.expect(b, w, "tokens"), widths.expect(b, std::nullopt, "widths"), parents.expect(b, w, "parents");
         levels.expect(b, std::nullopt, "levels"), confidence.expect(b, w, "confidence"), source.expect(b, w, "source");
         const bool drawn = !nb::object(drafts.attr("q")).is_none();
         std::vector<int> names;
-        for (const nb::handle name : nb::cast<nb::tuple>(drafts.attr("sources"))) names.push_back(number(name));
+        const nb::object sources = drafts.attr("sources");
+        if (!nb::isinstance<nb::tuple>(sources)) throw std::invalid_argument("sources must be a tuple of names");
+        for (const nb::handle name : nb::cast<nb::tuple>(sources)) {
+            if (!nb::isinstance<nb::str>(name)) throw std::invalid_argument("sources must be a tuple of names");
+            names.push_back(number(name));
+        }
         if (names.empty()) names.push_back(number(nb::str("draft")));
         for (size_t j = 0; j < b; ++j) {
             const int32_t k = widths.data()[j];

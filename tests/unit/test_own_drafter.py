@@ -87,6 +87,9 @@ def test_an_object_and_what_makes_one_stand_for_themselves() -> None:
     assert registry.build(registry.parse(lambda _: mine), context()) is mine
     with pytest.raises(DrafterError, match="makes 5: it must be an outpace"):
         registry.build(registry.parse(lambda _: 5), context())  # type: ignore[arg-type, return-value]
+    mine.needs = "all"  # type: ignore[assignment]
+    with pytest.raises(DrafterError, match="its needs is 'all': it must be a DrafterNeeds"):
+        registry.build(registry.parse(mine), context())
     with pytest.raises(DrafterError, match="5 is none of them"):
         registry.parse(5)  # type: ignore[arg-type]
 
@@ -105,6 +108,20 @@ def writes(rows: Sequence[RowView], sizes: I32) -> Drafts:
     return Drafts.empty(len(rows))
 
 
+def unlocks(rows: Sequence[RowView], sizes: I32) -> Drafts:
+    rows[0].tokens.flags.writeable = True
+    return writes(rows, sizes)
+
+
+class Badly(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_badly(rows: Sequence[RowView], sizes: I32) -> Drafts:
+    raise Badly
+
+
 def raises(rows: Sequence[RowView], sizes: I32) -> Drafts:
     raise RuntimeError("no")
 
@@ -113,12 +130,17 @@ ONE = np.int32([5])
 NONSENSE: dict[str, tuple[Propose, str]] = {
     "an id beyond the vocabulary": (of(np.int32([VOCAB]), np.int32(1)), "not in the vocabulary"),
     "a negative id": (of(np.int32([-1]), np.int32(1)), "not in the vocabulary"),
-    "floats": (of([5.5], np.int32(1)), "another type"),
+    "floats": (of([5.5], np.int32(1)), "tokens must be a contiguous numpy array of int32"),
+    "what numpy makes of a list": (of([5], np.int32(1)), "tokens must be a contiguous numpy array of int32"),
+    "no widths": (lambda _rows, _sizes: Drafts(np.int32([[5]]), None), "one is None"),  # type: ignore[arg-type]
+    "a source that is no name": (of(ONE, np.int32(1), sources=(5,)), "a tuple of names"),
     "too many": (of(np.full(9, 5, np.int32), np.int32(9)), "9 nodes where"),
     "wider than it is": (of(ONE, np.int32(3)), "more nodes than its arrays hold"),
     "a node before its parent": (of(np.int32([5, 5]), np.int32(2), parents=np.int32([[1, 0]])), "before its parent"),
-    "no drafts": (lambda _rows, _sizes: [[5]], "AttributeError"),  # type: ignore[dict-item, return-value]
+    "no drafts": (lambda _rows, _sizes: [[5]], "it proposed a list"),  # type: ignore[dict-item, return-value]
     "what writes to its view": (writes, "read-only"),
+    "what unlocks its view": (unlocks, "cannot set WRITEABLE flag"),
+    "an error without words": (raises_badly, "Badly"),
     "what raises": (raises, "RuntimeError: no"),
 }
 Q = np.full((1, 1, VOCAB), 1 / VOCAB)

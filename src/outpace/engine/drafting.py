@@ -237,5 +237,8 @@ class Drafting:
 
 
 def _brief(error: Exception) -> str:
-    lines = str(error).splitlines()
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # of a drafter's own making
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -104,10 +104,9 @@ class Sequence:
         self._first: float | None = None
 
     def _hold(self, memory: I32) -> None:
-        # Two ways to the same memory: numpy's own code is large, and cold in every step; and drafters may only read.
-        tokens = memory.view()
-        tokens.flags.writeable = False
-        self._tokens, self.buffer = tokens, memory.data
+        # Two ways to the same memory: numpy's own code is large, and cold in every step; and drafters may only read,
+        # whatever flag they set.
+        self._tokens, self.buffer = np.frombuffer(memory.data.toreadonly(), np.int32), memory.data
 
     @property
     def tokens(self) -> I32:

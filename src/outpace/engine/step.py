@@ -187,6 +187,8 @@ def propose(step: Step) -> None:
             views = [view._replace(depth=depths[i], floor=floors[i]) for view, i in zip(views, where, strict=True)]
         try:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
+            if not isinstance(drafts, Drafts):
+                raise TypeError(f"it proposed a {type(drafts).__name__}, and must propose Drafts: see Drafts.chains")
             rows.put(where, drafts)
             drafts = drafts.normalized(step.core.model.info.vocab_size)
         except Exception as error:
