@@ -7,9 +7,11 @@ PROVIDERS = {
     "anthropic/demo": URL, "ollama/demo": URL, "ollama_chat/demo": URL,
 }  # fmt: skip
 
+SHARED = {"api_key": "none", "max_tokens": 200, "timeout": 60}
+
 
 def asked(model, *messages, **more):
-    return litellm.completion(model, [*messages], api_base=PROVIDERS[model], api_key="none", max_tokens=200, **more)
+    return litellm.completion(model, [*messages], **SHARED, api_base=PROVIDERS[model], **more)
 
 
 def user(text):
