@@ -126,7 +126,7 @@ class Order(BaseModel):
     part: Part
 
 
-# What msgspec 0.22 says of a struct with a list of a tagged union, a dict with a pattern of its keys, a date, and bytes.
+# What msgspec 0.22 says of a struct: a list of a tagged union, a dict with a pattern of its keys, a date, bytes.
 MSGSPEC: dict[str, Any] = {
     "$ref": "#/$defs/Drawing",
     "$defs": {
