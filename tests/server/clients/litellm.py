@@ -1,3 +1,5 @@
+import gc
+
 import litellm
 
 # Every provider of its that can be sent to a server of one's own.
@@ -19,7 +21,9 @@ def user(text):
 
 
 def streamed(model):
-    return "".join(part.choices[0].delta.content or "" for part in asked(model, user(CHAT), stream=True))
+    text = "".join(part.choices[0].delta.content or "" for part in asked(model, user(CHAT), stream=True))
+    gc.collect()  # it leaves streams open; one that is collected while httpcore holds its pool's lock waits for itself
+    return text
 
 
 def tool(model):
