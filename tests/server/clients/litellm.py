@@ -22,7 +22,7 @@ def user(text):
 
 def streamed(model):
     text = "".join(part.choices[0].delta.content or "" for part in asked(model, user(CHAT), stream=True))
-    gc.collect()  # it leaves streams open; one that is collected while httpcore holds its pool's lock waits for itself
+    gc.collect()  # of streams it leaves open: within httpcore, it may wait for itself (encode/httpcore#996)
     return text
 
 
