@@ -248,15 +248,18 @@ def asked(text: str, seed: int, stream: bool) -> dict[str, dict[str, Any] | None
         "/v1/responses": {"input": text, "max_output_tokens": 4, **shared},
         "/v1/chat/completions": {"messages": messages, "max_tokens": 4, **shared},
         "/chat/completions": {"messages": messages, "max_tokens": 4, **shared},
-        "/v1/completions": {"prompt": text, "max_tokens": 4, **shared},
+        "/v1/completions": {"prompt": text, "suffix": text if seed % 2 else "", "max_tokens": 4, **shared},
         "/completion": {"prompt": text, "n_predict": 4, "n_probs": 2, **shared},
+        "/infill": {
+            "input_prefix": text, "input_suffix": text, "input_extra": [{"text": text}], "n_predict": 4, **shared,
+        },
         "/api/chat": {"model": "demo", "messages": messages, "stream": stream, "options": {"num_predict": 4}},
         "/api/generate": {"model": "demo", "prompt": text, "stream": stream, "options": {"num_predict": 4}},
         "/tokenize": {"content": text, "with_pieces": True},
         "/detokenize": {"tokens": [1, 2, seed]},
         "/apply-template": {"messages": messages},
         **dict.fromkeys(("/slots", "/props", "/v1/models", "/api/tags", "/version", "/metrics")),
-    }
+    }  # fmt: skip
 
 
 def _deep(levels: int) -> dict[str, Any]:

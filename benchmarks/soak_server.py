@@ -22,9 +22,12 @@ from outpace.server.engines.runner import Server, bound, steady
 from outpace.server.engines.service import Service
 from outpace.server.observe.metrics import Metrics
 from outpace.server.settings import ServerSettings
+from outpace.text.middle import Middle
 
 CACHE = 64 << 20  # bytes of KV in CACHE_DIR, which an attack fills
 KV = 32 << 20  # bytes: what eight rows of the soak's longest answers need and more, so that it is full at times
+
+MIDDLE = Middle(prefix=7, suffix=8, middle=9)  # tokens of the demo stand in for those that it lacks
 
 
 def counted(engine: Engine) -> dict[str, int]:
@@ -57,11 +60,12 @@ async def serve(port: int, drafter: str, cache: str | None = None) -> None:
     settings = ServerSettings(port=port, drain=20.0)
     with bound(settings) as listener:
         size = CACHE if cache else None
-        serving = AsyncEngine(
-            Engine.load(
-                "demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV, cache_dir=cache, cache_size=size
-            )
+        engine = Engine.load(
+            "demo", drafter=drafter, max_length=1024, max_rows=8, kv_memory=KV, cache_dir=cache, cache_size=size
         )
+        assert engine.tokenizer is not None
+        engine.tokenizer.middle = MIDDLE
+        serving = AsyncEngine(engine)
         service = Service(
             SingleModel("demo", serving),
             settings,

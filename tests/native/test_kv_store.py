@@ -199,6 +199,23 @@ def test_conversations_read_only_what_is_new_after_restarts(
         before = len(prompt) - 3
 
 
+def test_an_agents_conversation_of_30000_tokens(tmp_path: Path) -> None:
+    """Turn after turn, in the same engine and in one that was started again, with recurrent layers."""
+    folder, rng, spare = tmp_path / "model", np.random.default_rng(3), 8
+    saved("qwen3_5", folder, max_position_embeddings=32768)
+    prompt, params = rng.integers(0, 100, 30_000).tolist(), PARAMS.with_(ignore_eos=True)
+    before = 0
+    for _ in range(2):
+        with Engine(load_native(folder, threads=1), cache_dir=tmp_path / "cache") as engine:
+            for _ in range(2):
+                asked, found = prompt, engine.generate(prompt, params)
+                assert before - spare < found.stats.reused_tokens <= before
+                before = len(prompt) + len(found.token_ids)
+                prompt = [*prompt, *found.token_ids, *rng.integers(0, 100, 30).tolist()]
+    with Engine(load_native(folder, threads=1), prefix_rows=0) as engine:
+        assert engine.generate(asked, params).token_ids == found.token_ids
+
+
 @pytest.mark.parametrize("drafter", ["suffix+eagle:demo", "layers:2"])
 def test_drafters_go_on_behind_what_they_have_not_seen(drafter: str, tmp_path: Path) -> None:
     """Neither hidden states nor a cache of their own come with what is read from the disk."""

@@ -21,7 +21,11 @@ _QUIET = {
     "LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1", "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true", "DSPY_CACHEDIR": "cache",
 }  # fmt: skip
+_BOUND = 230  # seconds of a script, after which it says where it hangs
 PROGRAMS = _VENV / "npm" / "node_modules" / ".bin"
+_HANGING = f"""setTimeout(() => {{
+  console.error("hangs with", process.getActiveResourcesInfo()); process.exit(1);
+}}, {_BOUND}000).unref();"""
 
 
 def skip(package: str, script: str) -> NoReturn:
@@ -63,7 +67,7 @@ class Client:
         if self.environment != "npm":
             return results_of(self.environment, self.package, text, url, home, **values)
         known = {"URL": url, "BASE": f"{url}/v1", **values}
-        lines = [f"const {name} = {json.dumps(value)};" for name, value in known.items()]
+        lines = [_HANGING, *(f"const {name} = {json.dumps(value)};" for name, value in known.items())]
         program = "\n".join([*lines, text, "console.log(); console.log(JSON.stringify(found));"])
         command = ["node", "--input-type=module", "-"]
         return _last(command, _VENV / "npm", home, program)
@@ -78,7 +82,8 @@ def results_of(environment: str, package: str, script: str, url: str, home: Path
     if subprocess.run([python, "-c", looks], check=False).returncode:
         skip(package, "clients")
     known = {"URL": url, "BASE": f"{url}/v1", **values}
-    lines = ["import json", *(f"{name} = {value!r}" for name, value in known.items()), script]
+    lines = [f"import faulthandler, json; faulthandler.dump_traceback_later({_BOUND}, exit=True)"]
+    lines += [*(f"{name} = {value!r}" for name, value in known.items()), script]
     file = home / "script.py"
     file.write_text("\n".join([*lines, "print()", "print(json.dumps(found))"]), encoding="utf-8")
     return _last([python, str(file)], home, home)

@@ -38,7 +38,7 @@ CLIENTS = [
     Client("Vercel AI", "npm", "ai"),
     Client("llm", "clients", "llm"),
     Client("DSPy", "clients", "dspy"),
-    Client("Instructor", "clients", "instructor", without=("tool",)),
+    Client("Instructor", "clients", "instructor"),
     Client("LlamaIndex", "clients", "llama-index-llms-openai-like"),
     Client("Outlines", "clients", "outlines", without=("tool",)),
     Client("Pydantic AI", "agents", "pydantic-ai-slim"),
@@ -62,7 +62,7 @@ def script(prompt: str) -> str:
     if RESULT["Paris"] in prompt:
         return call("final_answer", {"answer": WARM}) if '"final_answer"' in prompt else WARM
     if TOOL in prompt:
-        return call("weather", {"city": "Paris"})
+        return call("weather" if offered is None else offered[1], {"city": "Paris"})
     if STRUCTURED in prompt:
         return json.dumps(ADA) if offered is None else call(offered[1], ADA)
     return HELLO

@@ -74,6 +74,9 @@ def test_completions_take_a_suffix(coder: Running) -> None:
         assert choice["text"] == whole["choices"][0]["text"] == same["choices"][0]["text"]
         events = coder.events("/v1/completions", {**asked, "prompt": prompt})
         assert "".join(each["choices"][0]["text"] for each in events if each["choices"]) == choice["text"]
+        options = {"num_predict": 12, "seed": 5}
+        theirs = {"model": "demo", "prompt": prompt, "suffix": SUFFIX, "options": options, "stream": False}
+        assert coder.answer("/api/generate", theirs)["response"] == choice["text"]
     refused = coder.answer("/v1/completions", {**asked, "echo": True}, 400)
     assert refused["error"]["param"] == "echo"
 

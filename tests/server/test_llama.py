@@ -170,8 +170,11 @@ def test_several_prompts_have_a_list_of_answers(demo: Running) -> None:
     events = demo.events("/completion", {"prompt": prompts, **asked})
     for i in range(4):
         assert "".join(each["content"] for each in events if each["index"] == i) == alone["content"]
-    shown = demo.answer("/completion", {"prompt": TEXT, **asked, "response_fields": ["timings/predicted_n", "content"]})
-    assert shown == {"timings/predicted_n": 6, "content": alone["content"]}
+    asked = {"prompt": TEXT, **asked, "response_fields": ["timings/predicted_n", "content"]}
+    assert demo.answer("/completion", asked) == {"timings/predicted_n": 6, "content": alone["content"]}
+    *parts, last = demo.events("/completion", asked)
+    assert "".join(part["content"] for part in parts) == alone["content"]
+    assert last == {"timings/predicted_n": 6, "content": ""}  # as in llama.cpp: the last alone is cut
 
 
 def test_a_text_may_be_biased(demo: Running) -> None:

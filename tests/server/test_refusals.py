@@ -230,6 +230,8 @@ def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -
     [
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs: Input should be greater than or"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": "a", "suffix": 5}, "suffix: Input should be a valid string"),
+        ("/v1/chat/completions", {"messages": [], "n": "2"}, "n: Input should be a valid integer"),
         ("/v1/chat/completions", {"messages": [], "tools": 5}, "tools: Input should be a valid array"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "prompt": 5}, "prompt: Input should be a valid string"),
         ("/api/generate", {"model": "demo", "prompt": "a", "images": ["x"]}, "images is not supported: this server"),

@@ -126,7 +126,7 @@ class Order(BaseModel):
     part: Part
 
 
-# What msgspec 0.22 says of a struct with a list of a tagged union, a dict with a pattern of its keys, and a date.
+# What msgspec 0.22 says of a struct: a list of a tagged union, a dict with a pattern of its keys, a date, bytes.
 MSGSPEC: dict[str, Any] = {
     "$ref": "#/$defs/Drawing",
     "$defs": {
@@ -150,8 +150,9 @@ MSGSPEC: dict[str, Any] = {
                     "additionalProperties": {"type": "integer"},
                 },
                 "day": {"type": "string", "format": "date"},
+                "data": {"type": "string", "contentEncoding": "base64"},
             },
-            "required": ["shapes", "names", "day"],
+            "required": ["shapes", "names", "day", "data"],
         },
         "Circle": {
             "title": "Circle",
@@ -185,7 +186,7 @@ ORDER = (
     '{"tags": ["a"], "price": "1.50", "day": "2026-11-28", "stock": {"red": 1}, "owner": {"name": "A"}, '
     '"part": {"parts"'
 )
-DRAWING = '{"shapes": [{"type": "circle", "radius": 1.5}], "names": {"ab": 1}, "day": "2026-11-28"'
+DRAWING = '{"shapes": [{"type": "circle", "radius": 1.5}], "names": {"ab": 1}, "day": "2026-11-28", "data": "aGk="'
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ DRAWING = '{"shapes": [{"type": "circle", "radius": 1.5}], "names": {"ab": 1}, "
         (Order.model_json_schema(), ORDER, ORDER.replace("11-28", "13-28"), ["uniqueItems", "look-around"]),
         (MSGSPEC, DRAWING, DRAWING.replace("circle", "cube"), []),
         (MSGSPEC, DRAWING, DRAWING.replace("ab", "A1"), []),
+        (MSGSPEC, DRAWING, DRAWING.replace("aGk=", "aGk"), []),
         (
             ZOD, '{"file": "x", "pair": ["a", 1], "kind": "k", "rest": {"x": true}', '{"file": "x", "pair": [1',
             ["format binary", "oneOf", "not"],

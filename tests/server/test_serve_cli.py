@@ -263,16 +263,16 @@ def test_what_a_killed_server_has_kept_is_read_by_the_next(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "options", "says"),
     [
-        ("stop_token_ids=[999999]", "stop_token_ids has token id 999999, but this model's ids go from 0 to 49151"),
-        ("max_tokens=4000", "do not fit"),
+        ("stop_token_ids=[999999]", "", "stop_token_ids has token id 999999, but this model's ids go from 0 to 49151"),
+        ("max_tokens=4000", "--kv-memory 2MiB", "do not fit"),
+        ("stop_token_ids=[49152]", "-m demo-gemma --also demo", "but this model's ids go from 0 to 49151"),
     ],
 )
-def test_defaults_that_the_model_cannot_have_are_errors_at_start(given: str, says: str) -> None:
-    memory = "--kv-memory 2MiB" if "max" in given else ""
-    command = [*f"{sys.executable} -m outpace serve --port 0 -d none {memory} --default".split(), given]
+def test_defaults_that_a_model_cannot_have_are_errors_at_start(given: str, options: str, says: str) -> None:
+    command = [*f"{sys.executable} -m outpace serve --port 0 -d none {options} --default".split(), given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert f"--default {shlex.quote(given)} cannot be of this model's requests: " in done.stderr
+    assert f"--default {shlex.quote(given)} cannot be of requests to demo: " in done.stderr
     assert says in done.stderr

@@ -120,7 +120,6 @@ def run(
         def models() -> Models:
             if not also:
                 engine = load.engine(draft.drafter, more=more_drafter or (), **options)
-                check_defaults(engine, settings)
                 return SingleModel(names[0], AsyncEngine(engine))
             shared = load.given(**options, drafter=draft.drafter, drafters=tuple(more_drafter or ()))
             first = pooled(names[0], given[0], **shared)
@@ -129,8 +128,14 @@ def run(
             return Pool([first, *rest], memory=model_memory)
 
         async def serve() -> None:
+            served = models()
+            try:
+                await check_defaults(served, settings)
+            except BaseException:
+                await served.close()
+                raise
             service = Service(
-                models(),
+                served,
                 settings,
                 fingerprint=lambda model: system_fingerprint(model, load.load_options()),
                 observers=observers,

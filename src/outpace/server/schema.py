@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from outpace.server.errors import APIError, cut
-from outpace.server.fields import FIELDS, OF_CONTENT
+from outpace.server.fields import FIELDS, OF_CONTENT, TAKEN
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def parsed(kind: type[M], body: bytes, unknown: Unknown | None = None) -> M:
     try:
         return kind.model_validate_json(body, context=unknown)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(kind, error) from None
 
 
 def made(kind: type[M], fields: Mapping[str, Any]) -> M:
@@ -150,11 +150,11 @@ def made(kind: type[M], fields: Mapping[str, Any]) -> M:
     try:
         return kind(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(kind, error) from None
 
 
-def refusal(error: ValidationError) -> APIError:
-    """What a client reads of ``error``: one thing that is wrong, by name."""
+def refusal(request: type[Body], error: ValidationError) -> APIError:
+    """What a client of a ``request`` reads of ``error``: one thing that is wrong, by name."""
     if error.error_count() > _MOST_ERRORS:  # of a mapping's values; each would become an object
         return APIError(400, f"the body has {error.error_count()} mistakes: correct it", code="invalid_value")
     found = error.errors(include_url=False, include_input=False)
@@ -169,16 +169,23 @@ def refusal(error: ValidationError) -> APIError:
     if not place:
         return APIError(400, f"the body is not a JSON object of this kind: {first['msg']}", code="invalid_json")
     param = ".".join(place)
-    other = FIELDS.get(place[-1])
-    if other is not None and other.takes is None and first.get("ctx", {}).get("max_length") != 0:
-        other = None  # others lack such a field: this request has it, with a wrong value
-    if kind == "unknown_field" or (other and kind != "missing"):
-        why = first["ctx"]["why"] if kind == "unknown_field" or other is None else other.why
+    why = first["ctx"]["why"] if kind == "unknown_field" else _why(request, place, first)
+    if why is not None:
         return APIError(400, f"{param} is not supported: {why}", param=param, code="unsupported_parameter")
     if kind == "missing":
         return APIError(400, f"{param} is missing: give it", param=param, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return APIError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def _why(request: type[Body], place: Sequence[str], wrong: Mapping[str, Any]) -> str | None:
+    """Why a value is not taken that would change the answer; None: the field is one of the request's own, with a wrong
+    value."""
+    name = place[-1]
+    field = request.model_fields.get(name) if len(place) == 1 else None
+    taken = field is not None and name in TAKEN and field.annotation == TAKEN[name][0]
+    nothing = name in FIELDS and wrong.get("ctx", {}).get("max_length") == 0
+    return FIELDS[name].why if taken or nothing else None
 
 
 def _internal(part: str | int) -> bool:

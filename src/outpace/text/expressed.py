@@ -10,24 +10,29 @@ from outpace.text.schemas import BY_NAME, resolved
 
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _QUANTIFIER = re.compile(r"([*+?]|\{\d+(,\d*)?\})[?+]?")
+_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_ENCODED = ("contentEncoding", "contentMediaType")
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are no schemas
 _NAMED_ALONE = frozenset(("type", "title", "description"))  # keywords that say nothing of a text
 
 
 def expressed(schema: Any) -> Any:
-    """``schema`` with names that ``propertyNames`` lists, or their pattern, as properties. Raises RecursionError."""
+    """``schema`` with names that ``propertyNames`` lists, or their pattern, as properties, and base64 as a pattern.
+    Raises RecursionError."""
     return _expressed(schema, schema)
 
 
-def without_look_around(schema: Any, left_out: list[str]) -> Any:
-    """``schema`` with patterns of which look-around, which no automaton has, is left out, as ``left_out`` then says.
-    Raises RecursionError."""
+def loosened(schema: Any, left_out: list[str]) -> Any:
+    """``schema`` with patterns of which look-around, which no automaton has, is left out. ``left_out`` gets what is,
+    and how a text without a pattern would be encoded. Raises RecursionError."""
     if isinstance(schema, list):
-        return [without_look_around(each, left_out) for each in schema]
+        return [loosened(each, left_out) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = _each(schema, lambda inner: without_look_around(inner, left_out))
+    found = _each(schema, lambda inner: loosened(inner, left_out))
     pattern = schema.get("pattern")
+    if pattern is None:
+        left_out += [f"{word} {schema[word]}" for word in _ENCODED if isinstance(schema.get(word), str)]
     if isinstance(pattern, str) and (shorter := _without_groups(pattern)) != pattern:
         found["pattern"] = shorter
         left_out.append(f"look-around in the pattern {pattern}")
@@ -86,6 +91,8 @@ def _expressed(node: Any, root: Any) -> Any:
     if not isinstance(node, dict):
         return node
     found = _each(node, lambda inner: _expressed(inner, root))
+    if node.get("contentEncoding") == "base64" and node.get("type") == "string":
+        found.setdefault("pattern", _BASE64)
     names = resolved(node.get("propertyNames"), root)
     if not isinstance(names, dict) or "patternProperties" in node:
         return found

@@ -26,7 +26,7 @@ from outpace.common.installing import install
 from outpace.errors import ComplexityError, GrammarError, MissingExtraError
 from outpace.exact.masks import packed, unpacked, words
 from outpace.models.base import Model
-from outpace.text.expressed import expressed, without_look_around
+from outpace.text.expressed import expressed, loosened
 from outpace.text.schemas import check, closed
 from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
@@ -446,7 +446,7 @@ class Grammars:
         if kind == "json":
             schema = _schema(what, text, whitespace, self._close)
             if self._loose:
-                schema = without_look_around(schema, left_out)
+                schema = loosened(schema, left_out)
                 schema["x-guidance"] = {"lenient": True, **schema["x-guidance"]}
             return {"json_schema": schema}
         if kind == "regex":

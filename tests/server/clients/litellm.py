@@ -1,3 +1,5 @@
+import gc
+
 import litellm
 
 # Every provider of its that can be sent to a server of one's own.
@@ -7,9 +9,11 @@ PROVIDERS = {
     "anthropic/demo": URL, "ollama/demo": URL, "ollama_chat/demo": URL,
 }  # fmt: skip
 
+SHARED = {"api_key": "none", "max_tokens": 200, "timeout": 60}
+
 
 def asked(model, *messages, **more):
-    return litellm.completion(model, [*messages], api_base=PROVIDERS[model], api_key="none", max_tokens=200, **more)
+    return litellm.completion(model, [*messages], **SHARED, api_base=PROVIDERS[model], **more)
 
 
 def user(text):
@@ -17,7 +21,9 @@ def user(text):
 
 
 def streamed(model):
-    return "".join(part.choices[0].delta.content or "" for part in asked(model, user(CHAT), stream=True))
+    text = "".join(part.choices[0].delta.content or "" for part in asked(model, user(CHAT), stream=True))
+    gc.collect()  # of streams it leaves open: within httpcore, it may wait for itself (encode/httpcore#996)
+    return text
 
 
 def tool(model):

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outpace.common.arrays import I32
-from outpace.engine.engine import Engine
 from outpace.engine.intake import encode_raw
 from outpace.errors import Argument, OutpaceError, ParameterError
 from outpace.exact.sampling import TokenLogprob
@@ -23,7 +22,7 @@ from outpace.server.api.answers import Choice, Choices, Chunk, Completed, Prompt
 from outpace.server.api.route import STREAMED, Route, answered, service_of
 from outpace.server.api.sampling import Sampling
 from outpace.server.engines.generation import Generation, Part, Whole, Work
-from outpace.server.engines.models import Served
+from outpace.server.engines.models import Models, Served
 from outpace.server.errors import APIError
 from outpace.server.schema import Answer, Items
 from outpace.server.settings import ServerSettings
@@ -31,6 +30,8 @@ from outpace.text.answer import TextReader, pieces
 from outpace.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=Route)
+
+_OF_MODELS = {"allowed_token_ids", "bad_words", "max_tokens", "min_tokens", "stop_token_ids"}  # what a model bounds
 
 
 class CompletionRequest(Sampling):
@@ -114,19 +115,22 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     )  # fmt: skip
 
 
-def check_defaults(engine: Engine, settings: ServerSettings) -> None:
-    """Raise ParameterError, and close ``engine``, where no request could have the settings' defaults."""
-    if not settings.sampling:
-        return
+async def check_defaults(models: Models, settings: ServerSettings) -> None:
+    """Raise ParameterError where no request to one of ``models`` could have the settings' defaults. Each model is
+    loaded for those that depend on it; all but the first are unloaded again."""
+    names = models.names() if settings.sampling.keys() & _OF_MODELS else []
     most = settings.sampling.get("max_tokens", 16)
-    try:
-        engine.prepare([0], sampling.parameters(asked(prompt=[0]), settings, max_tokens=most))
-    except OutpaceError as error:
-        engine.close()
-        given = ", ".join(settings.defaults)
-        raise ParameterError(
-            Argument("defaults", given), f" cannot be of this model's requests: {errors.of(error).message}"
-        ) from None
+    for name in names:
+        async with models.lease(name) as serving:
+            try:
+                serving.engine.prepare([0], sampling.parameters(asked(prompt=[0]), settings, max_tokens=most))
+            except OutpaceError as error:
+                given = ", ".join(settings.defaults)
+                raise ParameterError(
+                    Argument("defaults", given), f" cannot be of requests to {name}: {errors.of(error).message}"
+                ) from None
+        if name != names[0]:
+            await models.unload(name)
 
 
 def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -> tuple[list[I32], list[str]]:

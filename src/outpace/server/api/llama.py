@@ -66,7 +66,9 @@ class LlamaFields(SamplingFields):
     grammar: str | None = Field(default=None, description="GBNF, or llguidance's Lark.")
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
-    response_fields: Items[str] | None = Field(default=None, description="The answer has these alone; a/b: b of a.")
+    response_fields: Items[str] | None = Field(
+        default=None, description="The answer has these alone, or the last event of a stream; a/b: b of a."
+    )
     timings_per_token: bool | None = Field(default=None, description="A stream's parts have timings.")
     return_progress: bool | None = Field(default=None, description="A stream says how much of the prompt was read.")
     speculation: Speculation | None = None
@@ -256,11 +258,12 @@ class LlamaEncoder(Encoder):
         return Response(to_json(found[0] if len(found) == 1 else found), media_type="application/json")
 
     def _shown(self, choice: Whole) -> dict[str, Any]:
-        """The fields of an answer that are asked for."""
         tokens = list(choice.token_ids) if self.body.return_tokens else []
-        answer = LlamaAnswer(
-            content=choice.joined.text, tokens=tokens, **self._listed(choice), **self._last(choice)
-        ).to_dict()
+        return self._ended(choice, content=choice.joined.text, tokens=tokens, **self._listed(choice))
+
+    def _ended(self, choice: Whole, **said: Any) -> dict[str, Any]:
+        """The fields of an answer, or of the last event of a stream, that are asked for."""
+        answer = LlamaAnswer(**said, **self._last(choice)).to_dict()
         if not self.body.response_fields:
             return answer
         shown = dict[str, Any]()
@@ -292,8 +295,7 @@ class LlamaEncoder(Encoder):
         return event(LlamaAnswer(content=content, tokens=list(tokens), stop=False, id_slot=-1, **more).to_json())
 
     def end(self) -> bytes:
-        answers = [LlamaAnswer(content="", tokens=[], **self._last(choice)) for choice in self.folded]
-        return b"".join(event(answer.to_json()) for answer in answers)
+        return b"".join(event(to_json(self._ended(choice, content="", tokens=[]))) for choice in self.folded)
 
     def failed(self, error: APIError) -> bytes:
         return event(error.body.model_dump_json().encode())

@@ -108,7 +108,7 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = Field(default=None, description="Continue the prompt as it is, without a template.")
-    suffix: str | None = _NONE
+    suffix: str | None = Field(default=None, description="What follows the answer, as in /v1/completions.")
     template: str | None = _NONE
     images: Items[Any] | None = _NONE
     context: Items[int] | None = _NONE
@@ -358,11 +358,12 @@ async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> Answ
 
     def work(model: Served, scope: str) -> Work:
         settings = service_of(request).settings
-        if body.raw:
+        if body.raw or body.suffix:
+            name = "suffix" if body.suffix else "raw"
             if body.system or body.think is not None:
-                raise APIError(400, "raw has no template for system and think: leave them out", param="raw")
+                raise APIError(400, f"{name} has no template for system and think: leave them out", param=name)
             top = (body.top_logprobs or 0) if body.logprobs else None
-            texts = completions.asked(**shared(body), prompt=body.prompt, logprobs=top)
+            texts = completions.asked(**{**shared(body), "suffix": body.suffix}, prompt=body.prompt, logprobs=top)
             return completions.work(texts, settings, model, scope)
         system = [Message(role="system", content=body.system)] if body.system else []
         talk = [*system, Message(role="user", content=body.prompt)]

@@ -10,7 +10,7 @@ from outpace.errors import Argument, GrammarError, ParameterError
 from outpace.server.conversation.spelling import CDATA, KEY, WILD, Spelling
 from outpace.server.conversation.tools import ToolChoice, choice_name
 from outpace.server.conversation.values import ITEM, Types, types_of
-from outpace.text.expressed import expressed, without_look_around
+from outpace.text.expressed import expressed, loosened
 from outpace.text.schemas import check, closed, resolved
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
@@ -108,7 +108,7 @@ def _wild(text: str, literal: Literal) -> str:
 
 def _schema(function: Mapping[str, Any], close: bool) -> dict[str, Any]:
     schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
-    schema = expressed(schema if function.get("strict") else without_look_around(schema, []))
+    schema = expressed(schema if function.get("strict") else loosened(schema, []))
     schema["x-guidance"] = _ONE_LINE | ({} if function.get("strict") else {"lenient": True})
     return dict(closed(schema)) if close else schema
 
