@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import isfunction, signature
@@ -33,12 +34,10 @@ log = logging.getLogger(__name__)
 
 def register() -> None:
     """Make the algorithm known to SGLang. Raises OutpaceError where SGLang is another than it was written for."""
-    try:
+    with _as_known("it has no algorithms of others'"):
         info = import_module("sglang.srt.speculative.spec_info")
         kinds, base = info.SpeculativeAlgorithm, info.CustomSpecAlgo
         ngram = kinds.NGRAM
-    except (ImportError, AttributeError) as error:
-        raise _other(f"it has no algorithms of others' ({error})") from error
     # Whatever SGLang asks of an algorithm it answers as NGRAM does; `create_worker` is the registered one's own.
     names = [name for name, value in vars(kinds).items() if isfunction(value) and not name.startswith("_")]
     answers = {name: staticmethod(getattr(ngram, name)) for name in names if name != "create_worker"}
@@ -63,23 +62,19 @@ def configured() -> DrafterSpec:
 def worker(_: Any = None) -> type:
     """SGLang's NGRAM worker with drafts of ours. Raises OutpaceError, DrafterError."""
     spec = configured()
-    try:
+    with _as_known("its NGRAM worker differs"):
         base = import_module("sglang.srt.speculative.ngram_worker").NGRAMWorker
         found = {name: list(signature(getattr(base, name)).parameters) for name in METHODS}
-    except (ImportError, AttributeError) as error:
-        raise _other(f"its NGRAM worker differs ({error})") from error
     if found != METHODS:
         raise _other(f"its NGRAM worker has {found}")
 
     class Worker(base):  # type: ignore[misc, valid-type]
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
-            try:
+            with _as_known("its NGRAM worker differs"):
                 config = self.model_runner.model_config
                 sizes = int(config.vocab_size), int(config.context_len), int(self.draft_token_num)
                 chains = int(self.topk) == 1
-            except (AttributeError, TypeError) as error:
-                raise _other(f"its NGRAM worker differs ({error})") from error
             self._trees = Trees(spec, *sizes, chains)
 
         def clear_cache_pool(self) -> None:
@@ -178,6 +173,17 @@ class Trees:
         new = [*request.answer[len(row.tokens) - start :], *request.gained]
         row.tokens = np.append(row.tokens, np.array(new, np.int32))
         return row
+
+
+@contextmanager
+def _as_known(otherwise: str) -> Iterator[None]:
+    """SGLang is read in the block. Raises OutpaceError where it lacks what is looked for."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not (error.name or "").startswith("sglang"):
+            raise  # a package that SGLang needs is missing
+        raise _other(f"{otherwise} ({error})") from error
 
 
 def _other(how: str) -> OutpaceError:
