@@ -61,6 +61,25 @@ def test_loads_a_folder(saved: Path) -> None:
     assert (taken.weights, taken.kv_bytes_per_position) == (model.info.weight_bytes, model.info.kv_bytes_per_position)
 
 
+def test_weights_go_from_the_file_to_another_device(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by way of the host: "meta" stands for a card."""
+    from transformers import AutoModelForCausalLM
+
+    read, places = AutoModelForCausalLM.from_pretrained, set[str]()
+
+    def seen(*given: Any, **named: Any) -> Any:
+        module, found = read(*given, **named)
+        places.update(weight.device.type for weight in module.parameters())
+        return module, found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", seen)
+    monkeypatch.setattr("outpace.models.load._device", lambda *_: torch.device("meta"))
+    options = LoadOptions(backend="transformers")
+    with contextlib.suppress(Exception):  # there is nothing to compute with
+        load(str(saved), options)
+    assert places == {"meta"}
+
+
 def test_threads(saved: Path) -> None:
     before = torch.get_num_threads()
     try:

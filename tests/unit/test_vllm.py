@@ -139,6 +139,7 @@ def test_a_history_serves_later_requests_and_other_processes(tmp_path: Path) -> 
     first = serve(proposer, [phrases(seed, 0.9) for seed in range(3)], 2)
     second = serve(proposer, [phrases(seed, 0.9) for seed in range(3)], 2)
     assert second < 0.5 * first
+    proposer._lookups._saving.join()
     assert file.exists()  # where the process is killed, too
     proposer.close()
     third = serve(made("configured", {"outpace": f"suffix:history=1,size=6,file={file}"}), [phrases(0, 0.9)], 1)

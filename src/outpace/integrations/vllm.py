@@ -12,34 +12,21 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
-from outpace.drafters.base import DraftContext, Drafter
-from outpace.drafters.registry import build, parse
-from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError, OutpaceError
-from outpace.exact.noise import Noise
-from outpace.exact.sampling import Chooser
-from outpace.models.base import Model
-from outpace.models.native.output import describe
-from outpace.models.options import LoadOptions
-from outpace.params import SamplingParams
+from outpace.integrations import lookups
+from outpace.integrations.lookups import WIDER, Lookups, likeliest
 
-METHODS = ("ngram", "suffix")  # that need neither the target's forwards nor its hidden states
-WIDER = 4  # nodes that are asked for each token of a chain: a composition's branches are dropped
-SAVE = 30.0  # seconds between two writes of a history's file
 END = 32  # last tokens by which a row is looked for
 
 log = logging.getLogger(__name__)
@@ -53,14 +40,10 @@ def __getattr__(name: str) -> Any:
 
 
 @dataclass(slots=True)
-class Row:
-    """A request in vLLM's batch. ``tokens`` int32 [L]: all that it has; ``gained``: those of the last step; ``draft``:
-    what was proposed for the next one."""
+class Row(lookups.Row):
+    """``gained``: the tokens of the last step; ``draft``: what was proposed for the next one."""
 
-    number: int
-    tokens: I32
     gained: list[int]
-    native: _fast.native.Row
     draft: list[int] = field(default_factory=list)
 
 
@@ -80,26 +63,22 @@ class Proposer:
             raise _other(f"its config differs ({error})") from error
         if not spec:
             raise DrafterError('no drafter is configured: give one in vLLM\'s additional_config, {"outpace": "suffix"}')
-        given = _lookups(spec)
+        given = lookups.checked(spec, "vLLM")
+        if given.size == 0:
+            raise DrafterError(f"{spec}: size=0 drafts nothing: leave speculative_config out")
         self._policy = Adaptive(Cost.guess()) if given.size in (None, "auto") else None
         self._most = most if given.size in (None, "auto") else min(most, int(given.size or 0))
-        target = cast(Model, SimpleNamespace(info=SimpleNamespace(vocab_size=vocab)))
-        self._drafter = build(given, DraftContext(target, None, LoadOptions(), WIDER * self._most))
-        self._step = _fast.native.Rows(vocab, [], "target")
-        self._chooser = describe(Chooser(SamplingParams(temperature=0.0), Noise(0), 0), [])
-        parts = zip(getattr(self._drafter, "parts", (self._drafter,)), given.parts or (given,), strict=True)
-        self._files = [(part, spec.options["file"]) for part, spec in parts if "file" in spec.options]
-        self._saved, self._told = -SAVE, set[str]()
+        self._lookups = Lookups(given, vocab, self._longest, WIDER * self._most, self._policy)
+        self._step = self._lookups.step
         self._live: list[Row] = []
         self._drafted: list[Row] = []  # rows of the step under way, as `_step` has them
-        self._requests, self._drafting, self._ended = 0, 0.0, 0.0
-        self._close = weakref.finalize(self, self._drafter.close)
+        self._drafting, self._ended = 0.0, 0.0
         size = "fixed" if self._policy is None else "sized by the policy"
         log.info("outpace drafts in vLLM: %s, chains of at most %d tokens, %s", given.text, self._most, size)
 
     def close(self) -> None:
         """Save a history, if it has a file; at the latest when the process ends."""
-        self._close()
+        self._lookups.close()
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is none."""
@@ -114,16 +93,9 @@ class Proposer:
         sampled, counts, tokens = _arguments(given)
         rows = self._rows_of(sampled, counts, tokens)
         self._learn(rows, begun)
-        live = [row for row in rows if row is not None]
-        numbers = {row.number for row in live}
-        gone = [row for row in self._live if row.number not in numbers]
-        for row in gone:
-            self._release(row)
-        if gone and begun - self._saved >= SAVE:  # vLLM's processes are often killed, and then close nothing
-            self._saved = begun
-            self._save()
-        self._live = live
-        self._draft([row for row in live if row.gained])
+        self._live = [row for row in rows if row is not None]
+        self._lookups.keep(self._live)
+        self._draft([row for row in self._live if row.gained])
         self._ended = perf_counter()
         self._drafting = self._ended - begun
         return [[] if row is None else row.draft for row in rows]
@@ -134,7 +106,6 @@ class Proposer:
         known: dict[tuple[int, bytes], list[Row]] = {}
         for row in self._live:
             known.setdefault(_key(row.tokens), []).append(row)
-        used = {row.number for row in self._live}
         found: list[Row | None] = []
         for i, gained in enumerate(sampled):
             text = np.array(tokens[i, : counts[i]], np.int32)
@@ -145,21 +116,10 @@ class Proposer:
                 row = alike.pop(at)
                 row.tokens, row.gained = text, list(gained)
             elif gained:
-                number = next(n for n in range(len(used) + 1) if n not in used)
-                used.add(number)
-                row = Row(number, text, list(gained), self._native(number, len(before)))
+                number, native = self._lookups.open(len(before))
+                row = Row(number, text, native, list(gained))
             found.append(None if at is None and not gained else row)
         return found
-
-    def _native(self, number: int, prompt: int) -> _fast.native.Row:
-        self._requests += 1
-        drafter: Drafter = self._drafter
-        return self._step.row(
-            row=number, request=self._requests, prompt=prompt, adaptive=self._policy is not None, drafter=drafter.name,
-            native=drafter.native, names=drafter.names, natively=True, drafts=True, reads=False, ruled=False,
-            acceptance="coupled", watched=False, chooser=self._chooser, levels=None, nodes=False, trims=True,
-            reads_prompts=False, limit=self._longest,
-        )  # fmt: skip
 
     def _learn(self, rows: Sequence[Row | None], begun: float) -> None:
         """What became of the last drafts, and how long the step took that verified them."""
@@ -175,34 +135,12 @@ class Proposer:
         alone = len(rows) == len(self._drafted)  # no prompt was read beside them, which would take time, too
         self._step.learn(self._drafting, begun - self._ended if alone else 0.0, 0.0)
 
-    def _release(self, row: Row) -> None:
-        if self._policy is not None:
-            self._policy.release(row.number)
-        self._drafter.release(row.number, row.tokens)
-
-    def _save(self) -> None:
-        for part, file in self._files:
-            try:
-                part.save(file)
-            except DrafterError as error:  # requests go on
-                self._tell(f"outpace keeps no history: {error}")
-
-    def _tell(self, why: str) -> None:
-        """Log it once: a step comes every few milliseconds."""
-        if why not in self._told:
-            self._told.add(why)
-            log.warning("%s", why)
-
     def _draft(self, rows: list[Row]) -> None:
         room = {row.number: min(self._most, self._longest - len(row.tokens) - 1) for row in rows}
         for row in self._live:
             row.draft = []
         rows = self._drafted = [row for row in rows if room[row.number] > 0]
-        given = [(row.native, row.tokens, len(row.tokens), WIDER * room[row.number]) for row in rows]
-        self._step.begin(None if self._policy is None else self._policy.native, given, [])
-        _, failed = self._step.propose()
-        for _, why in failed:
-            self._tell(f"outpace's drafter failed, and proposes nothing: {why}")
+        self._lookups.draft([(row, WIDER * room[row.number]) for row in rows])
         for i, row in enumerate(rows):
             tokens, parents, gains, _ = self._step.draft(i)
             path = likeliest(parents, gains)[: room[row.number]]
@@ -213,34 +151,8 @@ class Proposer:
             row.draft = self._step.draft(i)[0]
 
 
-def likeliest(parents: Sequence[int], gains: Sequence[float]) -> list[int]:
-    """The nodes of a tree's path that goes to the likeliest child each time; ``gains``: chances of whole paths."""
-    best: dict[int, int] = {}
-    for node, parent in enumerate(parents):
-        if parent not in best or gains[node] > gains[best[parent]]:
-            best[parent] = node
-    path: list[int] = []
-    while (node := best.get(path[-1] if path else -1, -1)) >= 0:
-        path.append(node)
-    return path
-
-
 def _key(tokens: I32) -> tuple[int, bytes]:
     return len(tokens), tokens[-END:].tobytes()
-
-
-def _lookups(text: str) -> DrafterSpec:
-    """The spec, where nothing of it needs more than vLLM hands out. Raises DrafterError."""
-    given = parse(text)
-    for part in given.parts or (given,):
-        if part.made is not None or part.name not in METHODS:
-            raise DrafterError(
-                f"{part.name} does not draft inside vLLM, which hands out tokens alone: use {' or '.join(METHODS)}, or "
-                "both joined by +; trained drafters go there by outpace export vllm"
-            )
-    if given.size == 0:
-        raise DrafterError(f"{text}: size=0 drafts nothing: leave speculative_config out")
-    return given
 
 
 def _arguments(given: Sequence[Any]) -> tuple[list[list[int]], I32, I32]:

@@ -414,12 +414,12 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": options.trust_remote_code, "local_files_only": True}
-    text, renamed = families.text_part(read_config(source.path)), {}
+    text, more = families.text_part(read_config(source.path)), dict[str, Any]()
     if text is None:
         config = AutoConfig.from_pretrained(str(source.path), **trust)
     else:
         config = AutoConfig.for_model(**text)
-        renamed["key_mapping"] = {f"^{re.escape(theirs)}": own for theirs, own in families.TEXT_TENSORS}
+        more["key_mapping"] = {f"^{re.escape(theirs)}": own for theirs, own in families.TEXT_TENSORS}
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source.name} cannot be served exactly: it is an encoder-decoder model")
     if not options.allow_pickle and not list(source.path.glob("*.safetensors")):
@@ -431,6 +431,8 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
+    if device.type != "cpu" and find_spec("accelerate"):  # each tensor goes from its file to the device, one at a time
+        more["device_map"] = {"": device}
     with _quietly(text is not None):
         module, found = AutoModelForCausalLM.from_pretrained(
             str(source.path),
@@ -439,7 +441,7 @@ def _folder_module(source: Source, options: LoadOptions) -> Any:
             attn_implementation="eager",
             use_safetensors=None if options.allow_pickle else True,
             output_loading_info=True,
-            **renamed,
+            **more,
             **trust,
         )
     if missing := sorted(found["missing_keys"]):  # transformers would draw them at random

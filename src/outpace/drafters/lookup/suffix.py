@@ -93,9 +93,14 @@ class SuffixDrafter(LookupDrafter):
             self.save(self._file)
             self._file = None
 
-    def save(self, path: StrPath) -> None:
-        """Write the history to ``path``, all of it or nothing. Raises DrafterError."""
-        tokens = self._kept().tokens()
+    def snapshot(self) -> I32:
+        """The history as it is now, for ``save`` in another thread. Raises DrafterError."""
+        return self._kept().tokens()
+
+    def save(self, path: StrPath, tokens: I32 | None = None) -> None:
+        """Write the history, or a snapshot of it, to ``path``, all of it or nothing. Raises DrafterError."""
+        if tokens is None:
+            tokens = self.snapshot()
         body = tokens.astype("<i4").tobytes()
         header = _HEADER.pack(MAGIC, self._vocab, len(tokens), zlib.crc32(body))
         try:

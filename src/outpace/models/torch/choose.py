@@ -76,63 +76,67 @@ def greedy(logits: Tensor, rounding: float = 0.0) -> Tensor:
 def sampled(logits: Tensor, asked: Asked, filtered: bool, rounding: float = 0.0) -> Tensor:
     """As ``greedy``: ``sampling.choose`` of logits [n, V]. ``filtered``: whether any of them has a filter."""
     values = logits.double()
+    largest = values.amax(-1, keepdim=True)
+    size = largest.abs()
     scaled = values / asked.temperature
     if filtered:
-        ids, kept, sure = _filtered(logits.float(), values, scaled, asked)
+        ids, scaled, unsure = _filtered(logits.float(), values, largest, scaled, asked)
         drawn = uniform(ids, asked)
-        best = torch.where(kept, scaled.gather(-1, ids) - torch.log(-torch.log(drawn)), -torch.inf)
+        best = scaled - torch.log(-torch.log(drawn))
     else:
         blocks = torch.arange(-(-logits.shape[1] // 4), device=logits.device)[None]
-        words = torch.stack(_philox(blocks, *asked[5:]), -1).flatten(1)[:, : logits.shape[1]]
-        every = _uniform(words)
+        every = _uniform(_philox(blocks, *asked[5:]).flatten(1)[:, : logits.shape[1]])
         best, ids = (scaled - torch.log(-torch.log(every))).topk(min(CLOSE, logits.shape[1]))
         drawn = every.gather(-1, ids)
-        kept = best >= best[:, :1] - EDGE * (1 + best[:, :1].abs())
-        sure = ~kept[:, -1] | (ids.shape[1] == logits.shape[1])
-    scores = scaled.gather(-1, ids) + gumbel(drawn)
-    scores = torch.where(kept, scores, -torch.inf)
+        close = best >= best[:, :1] - EDGE * (1 + best[:, :1].abs())
+        scaled = scaled.gather(-1, ids).masked_fill(~close, -torch.inf)
+        unsure = close[:, -1] & (ids.shape[1] < logits.shape[1])
+    scores = scaled - _log(-_log(drawn))
     most = scores.amax(-1, keepdim=True)
-    chosen = torch.where(scores == most, ids, logits.shape[1]).amin(-1)
-    largest = values.amax(-1, keepdim=True)
-    within = rounding * largest.abs().clamp(min=1.0) / asked.temperature
-    near = (best >= best.amax(-1, keepdim=True) - within).sum(-1) > 1
-    return torch.stack([torch.where(sure & largest[:, 0].isfinite(), chosen, LEFT), near & (rounding > 0)])
+    chosen = ids.masked_fill(scores != most, logits.shape[1]).amin(-1)
+    chosen = chosen.masked_fill(unsure | ~(size[:, 0] < torch.inf), LEFT)
+    if not rounding:
+        return torch.stack([chosen, torch.zeros_like(chosen)])
+    within = rounding * size.clamp(min=1.0) / asked.temperature
+    return torch.stack([chosen, (best >= best.amax(-1, keepdim=True) - within).sum(-1) > 1])
 
 
-def _filtered(logits: Tensor, values: Tensor, scaled: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens' ids [n, C], best first, which of them the filters keep, and whether that is sure [n]."""
-    n, vocab = logits.shape
-    there = values > -torch.inf
-    count = there.sum(-1, keepdim=True)
-    mean = torch.where(there, values, 0.0).sum(-1, keepdim=True) / count
-    spread = (torch.where(there, values - mean, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
-    peak = values.amax(-1, keepdim=True)
-    least = torch.where(asked.top_n_sigma > 0, peak - asked.top_n_sigma * spread, -torch.inf)
-    there &= values >= least
+def _filtered(
+    logits: Tensor, values: Tensor, peak: Tensor, scaled: Tensor, asked: Asked
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens' ids [n, C], best first; their logits / T, -inf where the filters do not keep them; and
+    whether that is unsure [n]. ``peak`` [n, 1]: the largest of ``values``."""
+    absent = values == -torch.inf
+    count = values.shape[1] - absent.sum(-1, keepdim=True)
+    mean = values.masked_fill(absent, 0.0).sum(-1, keepdim=True) / count
+    spread = torch.linalg.vector_norm((values - mean).masked_fill(absent, 0.0), dim=-1, keepdim=True) / count.sqrt()
+    least = (peak - asked.top_n_sigma * spread).masked_fill(asked.top_n_sigma <= 0, -torch.inf)
     unsure = ((values - least).abs() < EDGE * (1 + least.abs())).any(-1)
+    scaled = scaled.masked_fill(values < least, -torch.inf)
     ids = likeliest(logits, CANDIDATES)
     rank = torch.arange(ids.shape[1], device=ids.device)[None]
-    kept = there.gather(-1, ids) & ((asked.top_k <= 0) | (rank < asked.top_k))
-    best, top = scaled.gather(-1, ids), scaled.amax(-1, keepdim=True)
-    weights = torch.where(kept, (best - top).exp(), 0.0)
-    every = torch.where(there, (scaled - top).exp(), 0.0).sum(-1, keepdim=True)
-    cut = (asked.top_k > 0) & (asked.top_k <= ids.shape[1])
-    reached = (weights / torch.where(cut, weights.sum(-1, keepdim=True), every)).cumsum(-1)
-    some = asked.top_p < 1
-    unsure |= (some & kept & ((reached - asked.top_p).abs() < EDGE)).any(-1)
-    before = torch.cat([reached.new_zeros(n, 1), reached[:, :-1]], -1)
-    kept &= ~some | (before < asked.top_p) | (rank == 0)
-    kept &= best >= top + asked.min_p
-    whole = ids.shape[1] == vocab
-    return ids, kept, ~unsure & (~kept[:, -1] | cut[:, 0] | whole)
+    limit = asked.top_k.masked_fill(asked.top_k <= 0, values.shape[1])
+    best, top = scaled.gather(-1, ids).masked_fill(rank >= limit, -torch.inf), peak / asked.temperature
+    weights = (best - top).exp()
+    every = (scaled - top).exp().sum(-1, keepdim=True)
+    cut = limit <= ids.shape[1]
+    summed = weights.cumsum(-1)
+    reached = summed / torch.where(cut, summed[:, -1:], every)
+    past = asked.top_p.masked_fill(asked.top_p >= 1, torch.inf)  # no filter
+    unsure |= (((reached - past).abs() < EDGE) & (best > -torch.inf)).any(-1)
+    out = torch.nn.functional.pad(reached[:, :-1] >= past, (1, 0))  # the likeliest token always stays
+    best = best.masked_fill(out | (best < top + asked.min_p), -torch.inf)
+    if ids.shape[1] < values.shape[1]:
+        unsure |= (best[:, -1] > -torch.inf) & ~cut[:, 0]  # others may stay, too
+    return ids, best, unsure
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:
     """int64 [..., k]: the tokens of the largest logits float32 [..., V], best first, the lower on ties."""
     bits = (logits + 0.0).contiguous().view(torch.int32)  # in the order of whole numbers, but for negative ones
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
     vocab = logits.shape[-1]
-    keys = ordered * (1 << 24) + torch.arange(vocab - 1, -1, -1, device=logits.device)
+    keys = torch.add(torch.arange(vocab - 1, -1, -1, device=logits.device), ordered, alpha=1 << 24)
     if k == 1:  # a card's topk of whole numbers takes ten times as long
         return vocab - 1 - (keys.amax(-1, keepdim=True) & 0xFFFFFF)
     return keys.topk(min(k, vocab), -1).indices
@@ -151,16 +155,16 @@ def rough_gumbel(ids: Tensor, asked: Asked) -> Tensor:
 def kept(logits: Tensor, asked: Asked, filtered: bool) -> tuple[Tensor, Tensor]:
     """Tokens [n, m], or [1, m] for all, that the filters keep, up to rounding, and logits / T float64 [n, m] of them:
     -inf where they do not."""
-    scaled = logits.double() / asked.temperature
+    values = logits.double()
+    scaled = values / asked.temperature
     if not filtered:
         return torch.arange(logits.shape[1], device=logits.device)[None], scaled
-    ids, some, _ = _filtered(logits, logits.double(), scaled, asked)
-    return ids, torch.where(some, scaled.gather(-1, ids), -torch.inf)
+    return _filtered(logits, values, values.amax(-1, keepdim=True), scaled, asked)[:2]
 
 
 def uniform(ids: Tensor, asked: Asked) -> Tensor:
     """The numbers float64 [n, m] in (0, 1) that tokens int64 [n, m] draw."""
-    words = torch.stack(_philox(ids >> 2, *asked[5:]), -1)
+    words = _philox(ids >> 2, *asked[5:])
     which = (ids & 3)[..., None].expand(*words.shape[:-1], 1)
     return _uniform(words.gather(-1, which)[..., 0])
 
@@ -169,15 +173,20 @@ def _uniform(words: Tensor) -> Tensor:
     return (words.double() + 0.5) * 2.0**-32
 
 
-def _philox(block: Tensor, k0: Tensor, k1: Tensor, sample: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-    """``noise.philox`` for the stream of choices: four words, int64 below 2**32."""
-    x0, x1, x2, x3 = block, index & _MASK, sample & _MASK, torch.full_like(index, int(Stream.CHOICE))
-    for _ in range(10):
-        p0, p1 = x0 * noise.MULTIPLIERS[0], x2 * noise.MULTIPLIERS[1]
-        x0, x1 = (p1 >> 32 & _MASK) ^ x1 ^ k0, p1 & _MASK
-        x2, x3 = (p0 >> 32 & _MASK) ^ x3 ^ k1, p0 & _MASK
-        k0, k1 = k0 + noise.WEYL[0] & _MASK, k1 + noise.WEYL[1] & _MASK
-    return x0, x1, x2, x3
+def _philox(block: Tensor, k0: Tensor, k1: Tensor, sample: Tensor, index: Tensor) -> Tensor:
+    """``noise.philox`` for the stream of choices: int64 [n, m, 4], words below 2**32. Both halves of a round are one
+    tensor [2, n, m]."""
+    (m0, m1), (w0, w1) = noise.MULTIPLIERS, noise.WEYL
+    rounds = torch.arange(10, device=block.device)[:, None, None]
+    keys = torch.stack([torch.add(k0, rounds, alpha=w0), torch.add(k1, rounds, alpha=w1)], 1)  # masked where used
+    multipliers = torch.arange(m0, m1 - 1, m1 - m0, device=block.device)[:, None, None]  # both, made on the device
+    even = torch.stack(torch.broadcast_tensors(block, sample & _MASK))
+    odd = torch.stack([index & _MASK, torch.full_like(index, int(Stream.CHOICE))])
+    for key in keys.unbind():
+        low, high = (even * multipliers).flip(0)[..., None].view(torch.int32).unbind(-1)
+        even, odd = (high ^ odd ^ key) & _MASK, low
+    odd = odd & torch.full_like(index, _MASK)
+    return torch.stack([even[0], odd[0], even[1], odd[1]], -1)
 
 
 def _log(x: Tensor) -> Tensor:
@@ -185,7 +194,7 @@ def _log(x: Tensor) -> Tensor:
     m, exponent = torch.frexp(x)
     small = m < noise.SQRT_HALF
     m = torch.where(small, m + m, m)
-    k = torch.where(small, exponent - 1, exponent).double()
+    k = torch.add(exponent, small, alpha=-1).double()
     f = m - 1.0
     s = f / (2.0 + f)
     z = s * s
