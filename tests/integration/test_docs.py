@@ -103,7 +103,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_commands_of_a_page_exist(page: Path) -> None:
     """Their own parsers take them, scripts are files, and where a checkout is needed the page says so. A file that is
-    named is in the checkout, or the page's text or an earlier command names it; but for cli.md, a list of examples."""
+    named is in the checkout, or the page's text or an earlier command names it."""
     known = re.sub(r"^    .*", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.M)
     for program, *rest in commands(page):
         if program == "outpace":
@@ -115,7 +115,7 @@ def test_commands_of_a_page_exist(page: Path) -> None:
         if program != "outpace":
             assert re.search("checkout|of the repository", known), f"{page.name}: {program} {rest} needs a checkout"
         for before, word in pairwise(["", *rest]):
-            if page.name != "cli.md" and FILE.fullmatch(word) and not OWN.fullmatch(word) and before not in WRITTEN:
+            if FILE.fullmatch(word) and not OWN.fullmatch(word) and before not in WRITTEN:
                 assert word in known or (ROOT / word).exists(), f"{page.name}: where does {word} come from?"
             known += f" {word}"
 
