@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from outpace import Engine, SamplingParams, __version__
+from outpace.common.arrays import repeated_tail
 from outpace.common.files import check_writable, write_json
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum
 from outpace.engine.intake import load_engines
@@ -110,6 +111,7 @@ def measured(
             found[key, params.temperature, name] = {
                 "category": row.category,
                 **{count: getattr(stats, count) for count in _COUNTS},
+                "loop": repeated_tail(first.token_ids),
                 "drafted_at": stats.drafted_at,
                 "accepted_at": stats.accepted_at,
                 "identical": result.token_ids == first.token_ids and result.finish_reason == first.finish_reason,
@@ -130,6 +132,7 @@ def whole_file(head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, Any]]) -
                     "configuration": name,
                     "temperature": temperature,
                     **_figures(chosen),
+                    "without_loops": _figures([run for run in chosen if not run["loop"]]),
                     "by_category": {
                         category: _figures([run for run in chosen if run["category"] == category])
                         for category in categories
@@ -145,6 +148,7 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     low, high = interval([(run["tokens"], run["steps"]) for run in runs])
     return {
         "prompts": len(runs),
+        "looping": sum(run["loop"] > 0 for run in runs),
         "identical": sum(run["identical"] for run in runs),
         "failed": sum(bool(run["notes"]) for run in runs),  # some drafter gave up, or a rule ended it
         "tokens": total["tokens"],
@@ -158,8 +162,8 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """95 % of pooled tokens / steps (bootstrap over prompts, fixed seed)."""
-    counts = np.array(pairs, np.float64)
-    picks = np.random.default_rng(0).integers(0, len(counts), (1000, len(counts)))
+    counts = np.array(pairs, np.float64).reshape(-1, 2)
+    picks = np.random.default_rng(0).integers(0, max(len(counts), 1), (1000, len(counts)))
     tokens, steps = counts[picks].sum(1).T
     low, high = np.quantile(tokens / np.maximum(steps, 1), [0.025, 0.975])
     return float(low), float(high)
@@ -177,6 +181,8 @@ def _known(path: Path, head: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         recorded = {name: known[name] for name in head}
+        if any("loop" not in run for run in known["runs"]):
+            raise KeyError("loop")
         runs = {(run.pop("prompt"), run.pop("temperature"), run.pop("configuration")): run for run in known["runs"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(f"{path} has no measurement that could go on ({error!r}): name another file") from error
@@ -203,6 +209,10 @@ def _end(path: Path, head: Mapping[str, Any], runs: Mapping[Key, Mapping[str, An
               f"({row['low']:.2f}-{row['high']:.2f}), by position {positions}; "
               f"identical {row['identical']} of {row['prompts']}")  # fmt: skip
         print("    " + ", ".join(f"{name} {one['tokens_per_step']:.2f}" for name, one in row["by_category"].items()))
+        if row["looping"]:
+            rest = row["without_loops"]
+            less = f"{rest['tokens_per_step']:.2f} ({rest['low']:.2f}-{rest['high']:.2f})"
+            print(f"    loops end {row['looping']} answers; without these {less if rest['prompts'] else '-'}")
     if stopped:
         print(f"stopped in time: the same command goes on ({path})")
     return 0 if figures and all(row["identical"] == row["prompts"] for row in figures) else 1

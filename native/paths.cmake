@@ -5,13 +5,14 @@ set(BUILT "")
 set(LEFT_OUT "")
 set(PATH_DEFINITIONS "")
 
-# outpace_path(NAME [BASE path] [BELOW path] [INSTRUCTION instruction] CPU feature... FLAGS flag...). BASE: a path whose functions
-# it takes over. INSTRUCTION: one that the assembler must know. With OUTPACE_HOST_PATHS a path is left out where this machine
-# lacks one of the features CPU (as the compiler calls them; none: nothing is asked), or has the better path BELOW which this one stands (but for the
-# address sanitizer, which is to see every path that runs here). The flags of all paths are probed at once, which takes a
+# outpace_path(NAME [BASE path] [BELOW path] [SLOW_ON vendor] [INSTRUCTION instruction] CPU feature... FLAGS flag...). BASE: a path
+# whose functions it takes over. INSTRUCTION: one that the assembler must know. With OUTPACE_HOST_PATHS a path is left out where
+# this machine lacks one of the features CPU (as the compiler calls them; none: nothing is asked), is of the vendor SLOW_ON, whose
+# machines prefer BASE, or has the better path BELOW which this one stands (but for the address sanitizer, which is to see every
+# path that runs here). The flags of all paths are probed at once, which takes a
 # fraction of a second; where that fails, one by one.
 macro(outpace_path name)
-  cmake_parse_arguments(PATH "" "BASE;BELOW;INSTRUCTION" "CPU;FLAGS" ${ARGN})
+  cmake_parse_arguments(PATH "" "BASE;BELOW;SLOW_ON;INSTRUCTION" "CPU;FLAGS" ${ARGN})
   string(REPLACE "-" "" id ${name})
   set(missing "")
   if(NOT OUTPACE_ALL_PATHS)
@@ -43,8 +44,11 @@ macro(outpace_path name)
     set(unwanted TRUE)
   endif()
   if(OUTPACE_HOST_PATHS AND PATH_CPU AND NOT missing AND NOT unwanted)
-    string(REPLACE ";" "\") && __builtin_cpu_supports(\"" supported "${PATH_CPU}")
-    check_cxx_source_runs("int main() { __builtin_cpu_init(); return !(__builtin_cpu_supports(\"${supported}\")); }" OUTPACE_RUNS_${id})
+    string(REPLACE ";" "\") && __builtin_cpu_supports(\"" supported "__builtin_cpu_supports(\"${PATH_CPU}\")")
+    if(PATH_SLOW_ON AND NOT OUTPACE_SANITIZE STREQUAL "address")
+      string(APPEND supported " && !__builtin_cpu_is(\"${PATH_SLOW_ON}\")")
+    endif()
+    check_cxx_source_runs("int main() { __builtin_cpu_init(); return !(${supported}); }" OUTPACE_RUNS_${id})
     if(NOT OUTPACE_RUNS_${id})
       set(unwanted TRUE)
     endif()
@@ -90,7 +94,7 @@ if(OUTPACE_X86)
     list(APPEND AVX512_FLAGS ${WIDTH_FLAGS})
   endif()
   outpace_path(avx512 CPU avx2 fma avx512f avx512bw avx512vl avx512dq avx512vnni FLAGS ${AVX512_FLAGS})
-  outpace_path(avx512-bf16 BASE avx512 CPU avx512bf16 FLAGS ${AVX512_FLAGS} ${BF16_FLAGS})
+  outpace_path(avx512-bf16 BASE avx512 SLOW_ON intel CPU avx512bf16 FLAGS ${AVX512_FLAGS} ${BF16_FLAGS})
   outpace_path(avx2 BELOW avx512 CPU avx2 fma FLAGS ${AVX2_FLAGS})
   outpace_path(avx2-vnni BASE avx2 BELOW avx512 CPU avxvnni FLAGS ${AVX2_FLAGS} ${VNNI_FLAGS})
   outpace_path(avx512-amx BASE avx512 INSTRUCTION tilerelease CPU amx-int8 FLAGS ${AVX512_FLAGS} ${AMX_FLAGS})

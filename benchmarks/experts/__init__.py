@@ -32,7 +32,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.intake import load_engines
 from outpace.engine.request import RowRecord, StepRecord
 from outpace.errors import ParameterError
-from outpace.measure.bench import Bench, Configuration, written
+from outpace.measure.bench import Bench, Configuration, about_loops, written
 from outpace.measure.prompts import PromptRow, encode_turns, read_prompts
 from outpace.models import demo
 from outpace.models.base import Batch
@@ -155,7 +155,8 @@ def decode(path: Path, rows: list[PromptRow], given: argparse.Namespace, prices:
         [Configuration(name, engine) for name, engine in zip(names, engines, strict=True)], params, control=True
     )
     bench.run(rows, 1, lambda n: None)
-    figures = bench.report()[1]
+    reported = bench.report()
+    figures = reported[1]
     counted = {category: count(engines[1], rows, category, params, prices) for category in figures["by_category"]}
     for engine in engines:
         engine.close()
@@ -167,6 +168,8 @@ def decode(path: Path, rows: list[PromptRow], given: argparse.Namespace, prices:
               f"tokens a step, {entry['identical']} of {entry['prompts']} identical\n      {reason}")  # fmt: skip
     control = bench.figures("control")["speedup"]
     print(f"  control (plain again): {written(control)}")
+    for line in about_loops(reported):
+        print(f"  {line}")
     return {"figures": figures, "control": control, "least": least, "counted": counted}
 
 

@@ -5,6 +5,7 @@
 Each configuration is a process of its own with 2 threads, in its engine's own environment (made on first use, without
 torch). Processes that wait are stopped (SIGSTOP), so that no thread pool spins beside the one that works. Prompts are
 the same token ids everywhere; greedy; a delta's time is when its callback runs. The JSON is written after every prompt.
+A prompt that an engine answers with a loop at the end counts in the second speed of no engine ("no loops").
 Let the machine rest meanwhile: llama.cpp's threads spin, and lose far more than others when a core is taken away.
 """
 
@@ -28,6 +29,7 @@ from benchmarks.peers.eagle import gguf_file, openvino_folder
 from benchmarks.peers.requantise import q4_0
 from outpace import Engine
 from outpace.cli.terminal import table
+from outpace.common.arrays import repeated_tail
 from outpace.common.files import cache_dir
 from outpace.common.progress import progress
 from outpace.engine.intake import encoder
@@ -233,8 +235,11 @@ def run(given: argparse.Namespace) -> int:
             for row, tokens in prompts:
                 for worker in workers:
                     found = worker.ask({"tokens": tokens, "max_tokens": given.max_tokens, "eos": eos})
+                    ids = found.get("ids")
                     if "text" in found:  # ik_llama.cpp counts some tokens twice
-                        found["tokens"] = len(encode(found["text"]))
+                        ids = encode(found["text"])
+                        found["tokens"] = len(ids)
+                    found["loop"] = 0 if ids is None else repeated_tail(ids)
                     value["answers"].append(
                         {"config": worker.configuration.name, "prompt": row.id, "category": row.category, **found}
                     )
@@ -279,10 +284,24 @@ def _show(value: dict[str, Any]) -> None:
     for row in value["table"]:
         ratios = (row[key] for key in ("tokens_per_step", "of_best_peer", "median_of_best_peer"))
         changed = "-" if row["changed"] is None else f"{row['changed']} of {row['prompts']}"
-        speed = f"{row['decode_tokens_per_second']:.1f}"
-        rows.append((row["config"], speed, *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios), changed))
-    head = ("engine and mode", "decode tok/s", "tokens/step", "of the best peer", "median", "changed outputs")
+        speed, rest = f"{row['decode_tokens_per_second']:.1f}", row["without_loops"]
+        calm = f"{rest['decode_tokens_per_second']:.1f}" if rest["prompts"] else "-"
+        rows.append((row["config"], speed, *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios), calm, changed))
+    head = (
+        "engine and mode",
+        "decode tok/s",
+        "tokens/step",
+        "of the best peer",
+        "median",
+        "no loops",
+        "changed outputs",
+    )
     print(table(head, rows))
+    first = value["table"][0]
+    print(
+        f"no loops: decode tok/s of the {first['without_loops']['prompts']} of {first['prompts']} prompts that no "
+        "engine answers with a loop at the end, which drafts far better than other text"
+    )
     for name, rate in prefill_speeds(value["prefill"]).items():
         print(f"prefill of {PREFILL} tokens, {name}: {rate:.0f} tokens/s")
     for name, why in value["failed"].items():
@@ -314,6 +333,8 @@ def summary(answers: list[Row], plain_of: dict[str, str]) -> list[Row]:
         by.setdefault(row["config"], []).append(row)
     peers = {name: speed(rows) for name, rows in by.items() if not name.startswith("outpace")}
     best = max(peers, key=peers.__getitem__) if peers else None
+    looping = {row["prompt"] for row in answers if row.get("loop")}  # in one engine: left out for all
+    calm = {name: [row for row in rows if row["prompt"] not in looping] for name, rows in by.items()}
     out = []
     for name, rows in by.items():
         steps = sum(row.get("steps") or 0 for row in rows)
@@ -326,6 +347,11 @@ def summary(answers: list[Row], plain_of: dict[str, str]) -> list[Row]:
                 "tokens_per_step": sum(row["tokens"] for row in rows) / steps if steps else None,
                 "of_best_peer": speed(rows) / peers[best] if best and peers[best] else None,
                 "median_of_best_peer": median(found) if best and (found := ratios(rows, by[best])) else None,
+                "without_loops": {
+                    "prompts": len(calm[name]),
+                    "decode_tokens_per_second": speed(calm[name]),
+                    "of_best_peer": speed(calm[name]) / other if best and (other := speed(calm[best])) else None,
+                },
                 "changed": changed(rows, by[plain_of[name]]) if plain_of.get(name) in by else None,
             }
         )

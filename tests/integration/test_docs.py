@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import parse as benchmark
+from outpace import Engine
 from outpace.cli.app import parse
 from scripts import tables, tour
+from tests.server.foreign import results_of
+from tests.server.serving import serving
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"notebook.md"}  # what was written then stays as it was
@@ -27,12 +30,16 @@ CURRENT = [page for page in PAGES if page.name not in HISTORY]
 FILE = re.compile(r"[\w./-]+\.(jsonl?|txt|gguf|trace|html|csv|svg|toml|ya?ml|py)")
 OWN = re.compile(r"(\./)?(model|prompts|other|[A-Z]+)\.\w+")  # a reader's, or a name to fill in
 WRITTEN = {"-o", "--out", "--json", "--trace", "--plot", "--journal", "--data", "--chart", "--html"}
-FENCE = re.compile(r"^(?P<before><!-- not run: .+ -->\n)?```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S)
+BESIDE = "<!-- run beside a server -->\n"
+FENCE = re.compile(
+    r"^(?P<before><!-- (?:not run: .+|run beside a server) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
+def blocks(page: Path, *languages: str, before: str | None = None) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    return [m["body"] for m in FENCE.finditer(text) if m["language"] in languages and not m["before"]]
+    return [m["body"] for m in FENCE.finditer(text) if m["language"] in languages and m["before"] == before]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,18 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
     done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic", "ollama"])
+def test_python_beside_a_server_runs(package: str, tmp_path: Path) -> None:
+    """Each client's snippets in order, as one program; only the port is another."""
+    address, clients, programs = "http://127.0.0.1:8000", ("openai", "anthropic", "ollama"), dict[str, str]()
+    for body in blocks(ROOT / "docs" / "serving.md", "python", before=BESIDE):
+        name = next((name for name in clients if f"import {name}" in body), clients[0])
+        programs[name] = programs.get(name, "") + body
+    with serving(Engine.load("demo", drafter="suffix+eagle:demo", max_length=1024)) as running:
+        program = programs[package].replace(address, running.url)
+        assert results_of("agents", package, f"{program}\nfound = True", running.url, tmp_path)
 
 
 def test_a_notebooks_cells_show_what_jupyter_shows() -> None:
@@ -84,7 +103,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_commands_of_a_page_exist(page: Path) -> None:
     """Their own parsers take them, scripts are files, and where a checkout is needed the page says so. A file that is
-    named is in the checkout, or the page's text or an earlier command names it; but for cli.md, a list of examples."""
+    named is in the checkout, or the page's text or an earlier command names it."""
     known = re.sub(r"^    .*", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.M)
     for program, *rest in commands(page):
         if program == "outpace":
@@ -96,7 +115,7 @@ def test_commands_of_a_page_exist(page: Path) -> None:
         if program != "outpace":
             assert re.search("checkout|of the repository", known), f"{page.name}: {program} {rest} needs a checkout"
         for before, word in pairwise(["", *rest]):
-            if page.name != "cli.md" and FILE.fullmatch(word) and not OWN.fullmatch(word) and before not in WRITTEN:
+            if FILE.fullmatch(word) and not OWN.fullmatch(word) and before not in WRITTEN:
                 assert word in known or (ROOT / word).exists(), f"{page.name}: where does {word} come from?"
             known += f" {word}"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outpace.cli.main import main
@@ -196,6 +197,32 @@ def test_downloads_are_listed_and_removed_by_name(
     assert [its["name"] for its in told["downloads"]] == [f"{REPO}:Q8_0"]
     assert (gone.exists(), gone.is_symlink(), kept.is_file()) == (False, False, True)
     assert from_name(f"{REPO}:Q4_K_M").read_bytes() == CONTENT  # it comes again when it is asked for
+
+
+def test_revisions_share_a_file_and_a_file_without_a_type_in_its_name_has_one(tmp_path: Path, fake: FakeHub) -> None:
+    """Sizes as Hugging Face's own tool counts them, types as the gguf package writes them."""
+    import gguf
+    from huggingface_hub import scan_cache_dir
+
+    repo = tmp_path / "hub" / "models--a--b"
+    (repo / "blobs").mkdir(parents=True)
+    writer = gguf.GGUFWriter(repo / "blobs" / "x", "llama")
+    values = gguf.quantize(np.ones((4, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("token_embd.weight", values, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for revision in ("1" * 40, "2" * 40):
+        (repo / "snapshots" / revision).mkdir(parents=True)
+        (repo / "snapshots" / revision / "model.gguf").symlink_to("../../blobs/x")
+    size = scan_cache_dir(tmp_path / "hub").size_on_disk
+    models = downloads.found()
+    assert [(its.name, its.type) for its in models] == [("a/b:model", "Q8_0")] * 2
+    assert downloads.size(models) == size
+    assert downloads.remove(["a/b"]) == size
+    assert not downloads.found()
 
 
 def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, str, str]:

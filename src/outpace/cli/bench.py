@@ -142,7 +142,7 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
 
     ``promised``: whether identical tokens were (not under rejection, unless greedy).
     """
-    from outpace.measure.bench import doubt, written
+    from outpace.measure.bench import about_loops, doubt, written
     from outpace.measure.same import Difference
 
     configs = value["configs"]
@@ -165,7 +165,7 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
     notes = [
         f"decode, end-to-end, bars: tokens/s; speedup: decode over {first}'s; in brackets and -|-: 95 % over prompts",
         f"{first} against {first}, as a control: {written(control)}; 1.00x would be a machine of constant speed",
-        *_loops(configs),
+        *about_loops(configs),
     ]
     if any(cells[-2].endswith(_MOVED) for cells in rows):
         notes.append(f"{_MOVED} more than its tokens a step can give: the machine's speed changed between the runs")
@@ -207,23 +207,6 @@ def _bars(configs: Sequence[Mapping[str, Any]], categories: Sequence[str], wide:
         for i, (value, low, high) in enumerate(entries):
             drawn = bar(value, low, high, most, room).ljust(room)
             yield f"{'' if i else title:<{label}}  {names[i]:<{name}}  {drawn} {value:7.1f}"
-
-
-def _loops(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How many answers end in a loop, which drafts far better than other text, and the figures without them."""
-    from outpace.measure.bench import written
-
-    first = configs[0]
-    if not first["looping"]:
-        yield "loops: no answer ends in one"
-        return
-    share = f"{first['looping']} of {first['prompts']} answers, {first['loop_tokens']} of {first['tokens']} tokens"
-    yield f"loops at the end of answers: {share}"
-    if first["looping"] < first["prompts"]:
-        for entry in configs[1:]:
-            rest = entry["without_loops"]
-            figures = f"{written(rest['speedup'])}, {rest['tokens_per_step']:.2f} tokens/step"
-            yield f"without these answers: {entry['name']} {figures}"
 
 
 def _cells(figures: dict[str, Any], promised: bool, *, drafts: bool) -> list[str]:

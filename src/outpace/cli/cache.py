@@ -58,7 +58,7 @@ def run(
         print(f"{format_bytes(removed)} removed")
     for each in fetched:
         print(f"{format_bytes(each.bytes):>10}  {'download' if each.whole else 'cut off':<8}  {each.name}")
-    print(f"{format_bytes(sum(each.bytes for each in fetched)):>10}  from hubs in {downloads.folder()}")
+    print(f"{format_bytes(downloads.size(fetched)):>10}  from hubs in {downloads.folder()}")
     if forgotten is not None:
         print(f"{forgotten} measured {'drafter' if forgotten == 1 else 'drafters'} forgotten")
     for _, name, best in remembered:

@@ -91,8 +91,9 @@ def _turn(
     written = chat.written(params) if shown else _ignored
     try:
         result = chat.talk.say(
-            text, params, drafter=chat.drafter, on_delta=written, stopped=stopped, watched=shown and person
-        )
+            text, params, drafter=chat.drafter, on_delta=written, stopped=stopped,
+            watched=shown and person and sys.stderr.isatty(),
+        )  # fmt: skip
     except OutpaceError as error:
         print(f"outpace: {error.spelled(COMMAND.spell)} (or /clear)", file=sys.stderr)
         return None

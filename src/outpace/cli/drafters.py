@@ -410,6 +410,8 @@ def _about(value: Mapping[str, Any]) -> str:
 
 def _notes(value: Mapping[str, Any]) -> list[str]:
     """What is to be known of the figures."""
+    from outpace.measure.bench import about_loops
+
     notes = [f"not predicted: {why}" for why in value["not_predicted"].values()]
     if "cores" not in value["machine"] or "model" not in value["machine"]:
         notes.append(
@@ -420,6 +422,7 @@ def _notes(value: Mapping[str, Any]) -> list[str]:
         again = value["bench"]["control"]["speedup"]["ratio"]
         if again:
             notes.append(f"plain decoding against itself, as a control: {again:.2f}x, so much is the machine's own")
+        notes += about_loops(value["bench"]["configs"])
         (bare,) = (entry for entry in value["settings"] if entry["name"] == "none")
         if "speed" in bare and bare["measured"]:
             moved = bare["measured"] / bare["speed"] - 1

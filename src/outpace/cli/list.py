@@ -40,12 +40,11 @@ def _models() -> dict[Path, _Model]:
     from outpace.models import demo
     from outpace.models.native import weight_cache
     from outpace.models.weights import downloads
-    from outpace.models.weights.hub import label
 
     found: dict[Path, _Model] = {}
     for name, file in demo.installed(cache_dir()).items():
         stat = file.stat()
-        found[file.resolve()] = _Model(name, stat.st_size, label(file.name), max(stat.st_atime, stat.st_mtime))
+        found[file.resolve()] = _Model(name, stat.st_size, downloads.type_of(file), max(stat.st_atime, stat.st_mtime))
     for each in downloads.found():
         kind = each.type if each.whole else f"{each.type}, cut off"
         found[each.paths[0].resolve()] = _Model(each.name, each.bytes, kind, each.used)
@@ -57,7 +56,7 @@ def _models() -> dict[Path, _Model]:
         known = found.get(paths[0])
         if known is None:
             gguf = paths[0].suffix == ".gguf"
-            where_it_lies, kind = (paths[0], label(paths[0].name)) if gguf else (paths[0].parent, "safetensors")
+            where_it_lies, kind = (paths[0], downloads.type_of(paths[0])) if gguf else (paths[0].parent, "safetensors")
             size = sum(file.stat().st_size for file in paths)
             known = found[paths[0]] = _Model(str(where_it_lies), size, kind, entry.used)
         known.used = max(known.used, entry.used)

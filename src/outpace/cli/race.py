@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outpace.cli.command import Command
 from outpace.cli.options import Common, Draft, Load, Sampling
+from outpace.cli.summary import looping
 from outpace.cli.terminal import coloured, folded
 from outpace.common.parameter import argument, option
 from outpace.errors import Argument, ParameterError
@@ -26,7 +27,7 @@ _HEAD = 3  # lines that they cannot have: two above, and the cursor's
 
 @dataclass(slots=True)
 class Lane:
-    """One of the two. ``seconds``: of its own decoding, prefill included."""
+    """One of the two. ``seconds``: of its own decoding, prefill included; ``after``: its tokens and seconds by step."""
 
     name: str
     engine: Engine
@@ -34,25 +35,29 @@ class Lane:
     seconds: float = 0.0
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    steps: int = 0
+    after: list[tuple[int, float]] = field(default_factory=list)
     done: bool = False
 
     def advance(self, seconds: float) -> None:
         """Decode for about ``seconds``."""
-        begun = time.perf_counter()
-        while not self.done and time.perf_counter() - begun < seconds:
+        begun, before = time.perf_counter(), self.seconds
+        while not self.done and self.seconds - before < seconds:
             for delta in self.engine.step():
                 self.text += delta.text
                 self.tokens += delta.token_ids
                 if delta.result is not None:
                     delta.result.raise_for_error()
                     self.done = True
-            self.steps += 1
-        self.seconds += time.perf_counter() - begun
+            self.seconds = before + time.perf_counter() - begun
+            self.after.append((len(self.tokens), self.seconds))
 
     @property
     def speed(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def until(self, tokens: int) -> float:
+        """Seconds until it had so many."""
+        return next(seconds for count, seconds in self.after if count >= tokens)
 
 
 def run(
@@ -68,6 +73,7 @@ def run(
     They take turns of a tenth of a second, so that neither slows the other; a clock runs only in its owner's turn.
     Exit code 1 if their tokens differ.
     """
+    from outpace.common.arrays import repeated_tail
     from outpace.exact.noise import fresh_seed
     from outpace.measure.same import require_tokens
 
@@ -94,15 +100,19 @@ def run(
         _show(lanes, shown)
     first, second = lanes
     same = first.tokens == second.tokens
+    loop = repeated_tail(first.tokens)
+    before = len(first.tokens) - loop
+    without = first.until(before) / second.until(before) if same and loop else None
     found: dict[str, Any] = {
         "identical": same,
         "faster": first.seconds / second.seconds,
+        "without_loop": None if without is None else {"tokens": before, "faster": without},
         "lanes": [
             {
                 "name": lane.name,
                 "seconds": lane.seconds,
                 "tokens": len(lane.tokens),
-                "steps": lane.steps,
+                "steps": len(lane.after),
                 "text": lane.text,
             }
             for lane in lanes
@@ -117,6 +127,10 @@ def run(
             f"{behind.seconds / ahead.seconds:.2f} times as long (one run, prefill included; outpace bench measures)"
         )
         print(f"\n{folded(took)}")
+        for line in looping(first.tokens):
+            print(folded(line))
+        if without is not None:
+            print(folded(f"in the {before} tokens before the loop {second.name} was {without:.2f} times as fast"))
         verdict = (
             f"identical: {len(first.tokens)} tokens"
             if same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outpace.cli.terminal import table
@@ -35,15 +36,19 @@ def account(engine: Engine, stats: Stats) -> str:
 
 def cautions(result: Result, params: SamplingParams) -> list[str]:
     """Where the answer is not what a newcomer takes it for: cut off, or a loop, whose speed says little."""
-    from outpace.common.arrays import repeated_tail
-
     said, total = [], result.completion_tokens
     if result.finish_reason == "length":
         more = "--max-tokens" if total == params.max_tokens else "a greater --max-length, up to the model's,"
         said.append(f"cut off after {total} {'token' if total == 1 else 'tokens'}: {more} allows more")
-    if tail := repeated_tail(result.token_ids):
-        said.append(f"the last {tail} of {total} tokens are a loop, which drafts far better than other text")
-    return said
+    return [*said, *looping(result.token_ids)]
+
+
+def looping(tokens: Sequence[int]) -> list[str]:
+    """That an answer ends in a loop, where it does."""
+    from outpace.common.arrays import repeated_tail
+
+    tail = repeated_tail(tokens)
+    return [f"the last {tail} of {len(tokens)} tokens are a loop, which drafts far better than other text"] * (tail > 0)
 
 
 def show_scores(result: Result) -> None:

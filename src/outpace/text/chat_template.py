@@ -92,7 +92,8 @@ def given(template: str) -> str:
     import jinja2
 
     is_text = any(mark in template for mark in ("{{", "{%", "{#"))
-    where = Argument("chat_template", template if len(template) <= _SHOWN else f"{template[:_SHOWN]}...")
+    short = not is_text or len(template) <= _SHOWN  # a path, of which the end says most, is shown whole
+    where = Argument("chat_template", template if short else f"{template[:_SHOWN]}...")
     try:
         source = template if is_text else Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -123,18 +123,18 @@ def check(schema: Any) -> None:
         way = set[int]()
         while isinstance(node, dict) and "$ref" in node and id(node) not in led:
             if id(node) in way:
-                raise GrammarError(f"the JSON schema's $ref {node['$ref'][:80]} leads back to itself: mend it")
+                raise GrammarError(f"the JSON schema's $ref {node['$ref'][:300]} leads back to itself: mend it")
             way.add(id(node))
             node = referred(node["$ref"], schema)
         led |= way
     for document, pointer in outside.items():
         if document not in documents:
             raise GrammarError(
-                f"the JSON schema's $ref {pointer[:80]} leads to another document, and none is fetched: put what it "
+                f"the JSON schema's $ref {pointer[:300]} leads to another document, and none is fetched: put what it "
                 "names under $defs, and refer to it as #/$defs/NAME"
             )
     if lost and not documents:
-        raise GrammarError(f"the JSON schema's $ref {lost[:80]} leads to nothing: define it there, under $defs say")
+        raise GrammarError(f"the JSON schema's $ref {lost[:300]} leads to nothing: define it there, under $defs say")
 
 
 def _absolute(base: str, pointer: str) -> str:

@@ -90,6 +90,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value as a message shows it."""
+    """A value as a message shows it: texts whole, as names and paths are; of longer ones both ends."""
     text = repr(value)
+    if isinstance(value, str):
+        return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"
     return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -171,6 +172,14 @@ class GGUFFile:
         if not isinstance(name, str):
             raise ModelError(f"{self.path.name} does not name its architecture (general.architecture)")
         return name
+
+    @property
+    def type(self) -> str:
+        """The type that most bytes of its tensors have."""
+        bytes_of = Counter[str]()
+        for info in self.tensors.values():
+            bytes_of[info.type] += info.n_bytes
+        return bytes_of.most_common(1)[0][0] if bytes_of else "GGUF"
 
     def text(self, key: str, default: str) -> str:
         """A metadata entry that must be text. Raises ModelError when it is something else."""

@@ -43,11 +43,15 @@ _OFFLINE = (
 )  # fmt: skip
 
 
-def label(name: str) -> str:
-    """The quantisation that a file's name tells; where it tells none, the name without the ending and the shard."""
-    stem = _SHARD.sub("", PurePosixPath(name).stem)
-    found = _QUANTISATION.findall(stem)
-    return found[-1].upper() if found else stem
+def quantisation(name: str) -> str:
+    """What a file's name tells of it; "" where it tells none."""
+    found = _QUANTISATION.findall(_stem(name))
+    return found[-1].upper() if found else ""
+
+
+def _stem(name: str) -> str:
+    """A file's name without the ending and the shard."""
+    return _SHARD.sub("", PurePosixPath(name).stem)
 
 
 def from_hub(spec: str, *, revision: str | None, allow_pickle: bool, offline: bool) -> Path:
@@ -96,7 +100,8 @@ class Variant:
     @property
     def label(self) -> str:
         """Its quantisation, as files are called; where the name has none, the name."""
-        return label(self.files[0].name)
+        name = self.files[0].name
+        return quantisation(name) or _stem(name)
 
     @property
     def path(self) -> str:
@@ -115,7 +120,7 @@ class Variant:
 
     def called(self, wanted: str) -> bool:
         file = PurePosixPath(self.files[0].name)
-        stem = _SHARD.sub("", file.stem)
+        stem = _stem(file.name)
         names = (self.label, self.label.removeprefix("UD-"), stem, self.path, str(file), file.name)
         return wanted.lower() in [name.lower() for name in names]
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from outpace.common.arrays import F32
 from outpace.common.files import replacing
 from outpace.errors import ModelError
+from outpace.models.weights.facts import brief
 from outpace.models.weights.file_bytes import FileBytes, StoredTensor
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
@@ -132,7 +133,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         try:
             there = path.is_file()
         except (OSError, ValueError) as error:  # no name that a file can have
-            raise ModelError(f"{index} wants {name!r} from {file[:80]!r} ({error}): download it again") from error
+            raise ModelError(f"{index} wants {name!r} from {brief(file)} ({error}): download it again") from error
         if not there:
             raise ModelError(f"{path} is missing, and {index.name} wants {name!r} from it: download it")
         names = found.setdefault(path, [])
