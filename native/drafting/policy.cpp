@@ -234,6 +234,7 @@ void Policy::plan_levels() {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
             const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[1]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
+            step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
         if (!step.kind.nodes)
             step.nodes = step.levels;
@@ -403,12 +404,12 @@ void Policy::look(Step& step, const Draft& draft) {
         const bool second = left < 1.0;
         Chances::Table& table = chances_.table(draft.sources[n], step.kind.sampling);
         Chance& learns = Chances::of(table, above ? above->depth + 1 : 0, said, second);
-        const double own = std::min(std::max(said, 0.005), 0.995), its = learns.given(said < 0 ? Chances::kUnknown : own);
+        const double own = said < 0 ? said : std::min(std::max(said, 0.005), 0.995);
+        const double its = learns.given(own < 0 ? Chances::kUnknown : second ? own : std::pow(own, table.power()));
         const double chance = second ? std::min(its, left) : biased(its, step.row->bias[above != nullptr]);
         left = std::max(left - chance, 0.0);
-        if (said >= 0 && !second) table.compare(chance, own);
         step.draft.push_back(
-            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, &learns, second});
+            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, own, &learns, second});
     }
 }
 

@@ -122,7 +122,7 @@ private:
     };
     struct Node {  // that was proposed
         int parent, depth, source;
-        double gain, chance;  // of its whole path, and given its parent
+        double gain, chance, said;  // of its whole path; given its parent, learned and by its drafter's own word (-1: none)
         Chance* learns;
         bool second;  // a child after another
     };

@@ -64,7 +64,9 @@ void Policy::count(Step& step, const std::vector<int32_t>& path) {
         if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
         const double right = good[static_cast<size_t>(kept)];
         node.learns->learn(right);
-        if (!step.row || node.second) continue;
+        if (node.second) continue;
+        if (node.said > 0) chances_.table(node.source, step.kind.sampling).learn(node.said, right > 0);
+        if (!step.row) continue;
         double& bias = step.row->bias[node.parent >= 0];
         bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
     }

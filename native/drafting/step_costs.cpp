@@ -99,7 +99,7 @@ double StepCosts::table(int nodes) const {
 
 void StepCosts::draw(Curve& curve) {
     double least = 0.0, scale = 1.0;
-    known_ = 0;
+    known_ = seen_ = 0;
     for (int k = 0; k < kSizes; ++k) {
         const size_t at = static_cast<size_t>(k);
         const Ratios& ratios = curve.ratios[at];
@@ -118,6 +118,7 @@ void StepCosts::draw(Curve& curve) {
         };
         curve.least[at] = enough ? std::min(least, bound(ratios.low(), k ? curve.least[at - 1] : 0.0)) : least;
         curve.most[at] = enough ? std::max(least, bound(ratios.high(), k ? curve.most[at - 1] : 0.0)) : least;
+        if (ratios.count() && (enough || !contradicts(curve, k))) seen_ = size;
         if (enough) known_ = size, scale = (least + kTiny) / (said + kTiny);
     }
     prompts_ = 0.0;
@@ -134,6 +135,13 @@ double StepCosts::corrected(double guess, const Ratios& ratios) const {
     const double apart = ratios.median() - guess, doubt = kDoubt * error(ratios);
     if (!ratios.measured() || std::fabs(apart) <= doubt) return guess;
     return guess + apart * (1.0 - doubt * doubt / (apart * apart));
+}
+
+// Whether what was measured of a size is more than one standard error off what is believed.
+bool StepCosts::contradicts(const Curve& curve, int k) const {
+    const Ratios& ratios = curve.ratios[static_cast<size_t>(k)];
+    const double believed = std::log1p(curve.more[static_cast<size_t>(k)]) - std::log1p(table(size_at(k)));
+    return std::fabs(ratios.median() - believed) > error(ratios);
 }
 
 double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
@@ -157,9 +165,8 @@ bool StepCosts::wants_plain(double advantage) const {
     if (last_.step == step_ - 1 && last_.rows == rows_ && last_.nodes) {  // a plain step now gives a ratio of that size
         const size_t k = static_cast<size_t>(nearest(last_.nodes));
         const Ratios& ratios = now_->ratios[k];
-        const double believed = std::log1p(now_->more[k]) - std::log1p(table(size_at(static_cast<int>(k))));
         if (!ratios.count()) return true;
-        if (!ratios.measured() && std::fabs(ratios.median() - believed) > error(ratios)) return true;
+        if (!ratios.measured() && contradicts(*now_, static_cast<int>(k))) return true;
         every *= std::min(1.0, ratios.count() / kSure);
     }
     return static_cast<double>(step_ - plain_at_) > every;
