@@ -43,7 +43,8 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
         steps_[i].row->lead += accepted - loss;
     }
     const double rows = static_cast<double>(count_);
-    const double charged = costs_.measured(chosen) ? loss : std::min(loss, kAlways);
+    const double seen = std::max(loss, costs_.seen(chosen) + asking(true));
+    const double charged = costs_.measured(chosen) ? seen : std::min(seen, kAlways);
     if (chosen && budget_ < 0) ++tries_;
     budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;

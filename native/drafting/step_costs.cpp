@@ -156,6 +156,14 @@ double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
 
 bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].measured(); }
 
+double StepCosts::seen(int nodes) const {
+    const size_t k = static_cast<size_t>(nearest(nodes));
+    const Ratios& ratios = now_->ratios[k];
+    if (!ratios.count() || !nodes) return 0.0;
+    const double size = size_at(static_cast<int>(k)), raw = std::expm1(ratios.median() + std::log1p(table(static_cast<int>(size))));
+    return std::max(raw, 0.0) * std::min(nodes / size, 1.0);
+}
+
 double StepCosts::compared() const { return now_->ratios[static_cast<size_t>(nearest(last_.step < 0 ? 1 : last_.nodes))].count(); }
 
 bool StepCosts::wants_plain(double advantage) const {

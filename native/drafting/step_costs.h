@@ -67,6 +67,7 @@ public:
     double more(int nodes) const { return line(now_->more, prefill_ + nodes) - prompts_; }  // plain steps that so many nodes add
     double least(int nodes) const { return line(now_->least, prefill_ + nodes) - line(now_->least, prefill_); }  // that they may add
     double most(int nodes) const { return line(now_->most, prefill_ + nodes); }  // that they and the prompts may add
+    double seen(int nodes) const;  // what the ratios of about so many nodes say alone, however few they are; 0: there are none
     double prompts() const { return prompts_; }                                 // and that the prompts add
     double table(int nodes) const;                                              // `more` without prompts, as the table says
     double among_many() const { return table_.width(64) / 64.0 / table_.width(1); }  // a token of a prompt, beside one alone
