@@ -36,7 +36,7 @@ public:
         std::array<std::array<Chance, 14>, 3> said;  // of first nodes, deeper ones, and second choices, by confidence
         std::array<Chance, kLevels> unsaid;
         std::array<Chance, kLevels> levels;  // that a draft goes on being accepted at a level: for whoever pays by the level
-        double failed = 2.0, nats = 2.0;     // nodes, and -log of what their drafter said until they failed: decayed sums
+        double failed = 1.0, nats = 1.0;     // nodes, and -log of what their drafter said until they failed: decayed sums
 
         // A path's chance is what its drafter says of it to this power: less than 1 where it is too modest.
         double power() const { return std::min(std::max(failed / nats, 0.02), 4.0); }

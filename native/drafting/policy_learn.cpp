@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
-constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
+constexpr double kHorizon = 48.0;                    // plain steps over which the rate is averaged
 constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
 constexpr double kLevel = 0.25;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
@@ -49,9 +49,9 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
     if (costs_.prompts() > 0) return;
-    const double keep = 1.0 - 1.0 / kHorizon;
+    const double took = 1.0 + costs_.more(verified_) + asking(), keep = std::exp(-took / kHorizon);
     tokens_ = tokens_ * keep + 1.0 + all / rows;
-    plains_ = plains_ * keep + 1.0 + costs_.more(verified_) + asking();
+    plains_ = plains_ * keep + took;
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 
