@@ -19,7 +19,7 @@ int size_at(int k) { return 1 << k; }
 
 int nearest(int nodes) {
     int k = 0;
-    while (k < StepCosts::kSizes - 1 && 3 * size_at(k) < 2 * nodes) ++k;
+    while (k < StepCosts::kSizes - 1 && 3 * size_at(k) <= 2 * nodes) ++k;
     return k;
 }
 
