@@ -14,6 +14,7 @@ constexpr int kFruitless = 2;                        // drafts one after the oth
 constexpr int kRest = 8, kLongRest = 10'000;         // steps that a drafter rests whose asking does not pay, at least and at most,
 constexpr double kAsked = 100.0;                     // and so many times as long as asking all rows takes
 constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
+constexpr double kReading = 0.005, kMostReading = 64.0;  // of all time, prompts included, that reading may lose; plain steps at most
 constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
 
 double biased(double chance, double bias) { return chance / (chance + (1.0 - chance) * std::exp(-bias)); }
@@ -77,8 +78,10 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
     }
+    if (count_) costs_.turn(static_cast<int>(count_), cached, prefill);
+    work_ = count_ ? 1.0 + costs_.prompts() : static_cast<double>(prefill) * costs_.among_many();
+    reading_ = std::min(reading_ + kReading * work_, kMostReading);
     if (!count_) return;
-    costs_.turn(static_cast<int>(count_), cached, prefill);
     longest_ = count_ > 1 || prefill ? stretch_ : HUGE_VAL;
     Why none = Why::Fixed;
     if (any) none = !fixed && costs_.wants_plain(advantage_) ? Why::Plain : !fits(1, 0.0) ? Why::Long : none;
@@ -151,7 +154,7 @@ void Policy::plan_levels() {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
         const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, unread, context - steps_[i].row->first);
+        steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
         ++drafters[steps_[i].kind.drafter].rows;
     }
     if (rows.empty()) return;

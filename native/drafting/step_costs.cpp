@@ -19,7 +19,7 @@ int size_at(int k) { return 1 << k; }
 
 int nearest(int nodes) {
     int k = 0;
-    while (k < StepCosts::kSizes - 1 && 3 * size_at(k) <= 2 * nodes) ++k;
+    while (k < StepCosts::kSizes - 1 && 3 * size_at(k) < 2 * nodes) ++k;
     return k;
 }
 
@@ -118,7 +118,7 @@ void StepCosts::draw(Curve& curve) {
         };
         curve.least[at] = enough ? std::min(least, bound(ratios.low(), k ? curve.least[at - 1] : 0.0)) : least;
         curve.most[at] = enough ? std::max(least, bound(ratios.high(), k ? curve.most[at - 1] : 0.0)) : least;
-        if (ratios.count() && (enough || !contradicts(curve, k))) seen_ = size;
+        if (ratios.count() && (enough || std::fabs(ratios.median()) <= error(ratios))) seen_ = size;
         if (enough) known_ = size, scale = (least + kTiny) / (said + kTiny);
     }
     prompts_ = 0.0;
@@ -160,7 +160,7 @@ double StepCosts::seen(int nodes) const {
     const size_t k = static_cast<size_t>(nearest(nodes));
     const Ratios& ratios = now_->ratios[k];
     if (!ratios.count() || !nodes) return 0.0;
-    const double size = size_at(static_cast<int>(k)), raw = std::expm1(ratios.median() + std::log1p(table(static_cast<int>(size))));
+    const double size = size_at(static_cast<int>(k)), raw = std::expm1(ratios.median() - error(ratios) + std::log1p(table(static_cast<int>(size))));
     return std::max(raw, 0.0) * std::min(nodes / size, 1.0);
 }
 
