@@ -191,7 +191,7 @@ void StepCosts::learn(int nodes, double seconds, double experts) {
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes != !last_.nodes) {
         const int size = std::max(nodes, last_.nodes), k = nearest(size);
         const double ratio = nodes ? seconds / last_.seconds : last_.seconds / seconds;
-        const double shape = (table(size_at(k)) + kTiny) / (table(size) + kTiny);  // to the size that is kept
+        const double shape = (more(size_at(k)) + kTiny) / (more(size) + kTiny);  // to the size that is kept
         now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
     }
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes == !last_.nodes)
