@@ -154,7 +154,8 @@ void Policy::plan_levels() {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
         const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
+        steps_[i].unread = steps_[i].kind.reads && unread > kUnread &&
+                           !reads(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
         ++drafters[steps_[i].kind.drafter].rows;
     }
     if (rows.empty()) return;

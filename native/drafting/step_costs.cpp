@@ -6,7 +6,7 @@
 namespace outpace {
 namespace {
 
-constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
+constexpr double kBend = 1.3;   // most that a node beyond what was measured may cost, over one within
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
 constexpr double kMedianError = 1.86;  // a normal distribution's 1.253 / 0.6745: a median's error over the values' median distance
 constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
@@ -160,7 +160,8 @@ double StepCosts::seen(int nodes) const {
     const size_t k = static_cast<size_t>(nearest(nodes));
     const Ratios& ratios = now_->ratios[k];
     if (!ratios.count() || !nodes) return 0.0;
-    const double size = size_at(static_cast<int>(k)), raw = std::expm1(ratios.median() - error(ratios) + std::log1p(table(static_cast<int>(size))));
+    const double size = size_at(static_cast<int>(k)),
+                 raw = std::expm1(ratios.median() - error(ratios) + std::log1p(table(static_cast<int>(size))));
     return std::max(raw, 0.0) * std::min(nodes / size, 1.0);
 }
 
