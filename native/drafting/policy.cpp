@@ -154,8 +154,11 @@ void Policy::plan_levels() {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
         const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        steps_[i].unread = steps_[i].kind.reads && unread > kUnread &&
-                           !reads(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
+        if (steps_[i].kind.reads && unread > kUnread) {
+            const auto [takes, may] = reading(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
+            steps_[i].unread = takes > may;
+            steps_[i].decision.one = takes, steps_[i].decision.two = may;
+        }
         ++drafters[steps_[i].kind.drafter].rows;
     }
     if (rows.empty()) return;
@@ -244,7 +247,9 @@ void Policy::plan_levels() {
             step.nodes = step.levels;
         else if (!step.levels && step.row->rests)
             step.nodes = 0;
-        if (!step.nodes && step.kind.nodes) {
+        if (step.unread) {
+            step.decision.why = Why::Unread;
+        } else if (!step.nodes && step.kind.nodes) {
             because(step, Why::Rests, {}, 0.0);
         } else if (none == Why::Levels) {
             step.decision.why = none;

@@ -35,7 +35,7 @@ public:
         int most;  // nodes
         double context;
     };
-    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide, Off };
+    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide, Off, Unread };
     struct Decision {  // of a row, in a step
         int size = 0;
         Why why = Why::NoRoom;
@@ -58,8 +58,12 @@ public:
     bool knows(int64_t row, int64_t request) const;
     void admit(int64_t row, const Kind& kind);
     // Whether a drafter that `reads`, and has read so many tokens of a row that has said `said`, had better read so many more,
-    // for what drafts then save.
-    bool reads(const Kind& kind, double read, double unread, double said) const;
+    // for what drafts then save: plain steps that it takes, and that it may take.
+    std::pair<double, double> reading(const Kind& kind, double read, double unread, double said) const;
+    bool reads(const Kind& kind, double read, double unread) const {
+        const auto [takes, may] = reading(kind, read, unread, 0.0);
+        return takes <= may;
+    }
     void has_read(int64_t row, double positions);
     // It read so many tokens beside the step under way, whose other work took `body` seconds.
     void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);

@@ -117,7 +117,7 @@ void Policy::read() {
     }
 }
 
-bool Policy::reads(const Kind& kind, double read, double unread, double said) const {
+std::pair<double, double> Policy::reading(const Kind& kind, double read, double unread, double said) const {
     const auto found = asking_.find(kind.drafter);
     double token = kLevel * costs_.among_many(), saves = kSaves;
     if (found != asking_.end()) {
@@ -129,8 +129,8 @@ bool Policy::reads(const Kind& kind, double read, double unread, double said) co
             token = asking.at(1).median() * costs_.among_many();
     }
     const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
-    if (read > 0.0) return unread * token <= left * saves;
-    return reading_ >= 0.0 && unread * token <= std::max(left * saves, reading_);
+    const double may = read > 0.0 ? left * saves : reading_ >= 0.0 ? std::max(left * saves, reading_) : 0.0;
+    return {unread * token, may};
 }
 
 void Policy::has_read(int64_t row, double positions) {
