@@ -10,6 +10,7 @@ constexpr double kBend = 1.3;   // most that a node beyond what was measured may
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
 constexpr double kMedianError = 1.86;  // a normal distribution's 1.253 / 0.6745: a median's error over the values' median distance
 constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
+constexpr double kUnsure = 1.25;  // standard errors less than its ratios say that a size is charged at least
 constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
 constexpr double kMostAlike = 1.5; // of Curve::alike, since few experts that all tokens choose together can read more by chance
 constexpr int kAlikes = 4, kSteps = 64;  // steps that the first guess of it counts for, and over which it is averaged
@@ -161,7 +162,7 @@ double StepCosts::seen(int nodes) const {
     const Ratios& ratios = now_->ratios[k];
     if (!ratios.count() || !nodes) return 0.0;
     const double size = size_at(static_cast<int>(k)),
-                 raw = std::expm1(ratios.median() - error(ratios) + std::log1p(table(static_cast<int>(size))));
+                 raw = std::expm1(ratios.median() - kUnsure * error(ratios) + std::log1p(table(static_cast<int>(size))));
     return std::max(raw, 0.0) * std::min(nodes / size, 1.0);
 }
 
