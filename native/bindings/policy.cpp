@@ -16,16 +16,17 @@ constexpr Reason kWhy[] = {
     {"there is no room for a draft", "%.0f tokens fit before the last of the %.0f that are left"},
     {"its drafter rests, since asking it has not paid lately", "asking takes %.3f plain steps, and lately saved %.3f"},
     {"its drafter proposed nothing", "%.0f of the %.0f tokens that it might have"},
-    {"the nodes that are expected to pay are verified", "they bring %.2f tokens, and checking them takes %.2f plain steps"},
-    {"nodes are tried, to learn whether drafts pay now", "the best brings %.2f tokens, and checking it takes %.2f plain steps"},
-    {"no proposed node is expected to pay for its time", "the best brings %.2f tokens, and checking it takes %.2f plain steps"},
+    {"the nodes that are expected to pay are verified", "they bring %.2f tokens, and have to bring %.2f for their time"},
+    {"nodes are tried, to learn whether drafts pay now", "the best brings %.2f tokens, and has to bring %.2f for its time"},
+    {"no proposed node is expected to pay for its time", "the best brings %.2f tokens, and has to bring %.2f"},
     {"drafts would slow down rows of the batch that gain nothing", "they take %.2f plain steps, and such a row may lose %.2f"},
     {"the budget of time that drafts may lose does not cover it", "it takes %.2f plain steps, and the budget is %.2f"},
     {"a plain step, to measure what one takes", "the last was %.0f steps ago, and %.0f pairs with drafts of the last size were compared"},
-    {"no forward of its drafter is expected to pay for its time", "the first brings %.2f tokens, and takes %.2f plain steps"},
+    {"no forward of its drafter is expected to pay for its time", "the first brings %.2f tokens, and has to bring %.2f"},
     {"the step would take longer than it may beside others", "it would take %.2f plain steps, and may take %.2f"},
     {"wider drafts wait until narrower ones were measured", "it would have %.0f nodes, and may have %.0f now"},
     {"it may not draft now", "%.0f tokens are allowed, and %.0f are left"},
+    {"its drafter has not read the prompt, which is not expected to pay", "it would take %.1f plain steps, and may take %.1f"},
 };
 
 // A line with two numbers in it.

@@ -111,7 +111,7 @@ public:
     // Whether a row's drafter had better read its prompt; and what it has read, in how long, beside the step's other work.
     bool reads(const BoundRow& row) {
         const Policy* policy = rows().given();
-        return !row.row.adaptive || !policy || policy->reads(row.row.kind, static_cast<double>(row.row.prompt), 0.0);
+        return !row.row.adaptive || !policy || policy->reads(row.row.kind, row.row.read, row.row.kind.prompt - row.row.read);
     }
     void has_read(const std::vector<std::pair<BoundRow*, int64_t>>& read, double seconds, double body) {
         int64_t tokens = 0;

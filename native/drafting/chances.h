@@ -36,13 +36,16 @@ public:
         std::array<std::array<Chance, 14>, 3> said;  // of first nodes, deeper ones, and second choices, by confidence
         std::array<Chance, kLevels> unsaid;
         std::array<Chance, kLevels> levels;  // that a draft goes on being accepted at a level: for whoever pays by the level
-        double nats = 2.0, own = 2.0;        // -log of nodes' chances, and of what their drafter said: decayed sums
+        double failed = 1.0, nats = 1.0;     // nodes, and -log of what their drafter said until they failed: decayed sums
 
         // A path's chance is what its drafter says of it to this power: less than 1 where it is too modest.
-        double power() const { return std::min(std::max(nats / own, 0.1), 2.0); }
-        void compare(double chance, double said) {
+        double power() const { return std::min(std::max(failed / nats, 0.02), 4.0); }
+        // The rate of a Poisson process that each node goes through for -log of what its drafter said; where in it a node
+        // failed is not seen: what is expected of it counts (as in the EM algorithm).
+        void learn(double said, bool good) {
             constexpr double keep = 1.0 - 1.0 / 200.0;
-            nats = nats * keep - std::log(chance), own = own * keep - std::log(said);
+            const double its = -std::log(said), rate = power(), chance = std::exp(-rate * its);
+            failed = failed * keep + !good, nats = nats * keep + (good ? its : 1.0 / rate - its * chance / (1.0 - chance));
         }
     };
 

@@ -14,6 +14,7 @@ constexpr int kFruitless = 2;                        // drafts one after the oth
 constexpr int kRest = 8, kLongRest = 10'000;         // steps that a drafter rests whose asking does not pay, at least and at most,
 constexpr double kAsked = 100.0;                     // and so many times as long as asking all rows takes
 constexpr double kOthers = 0.3, kOthersDrip = 0.006;  // plain steps that a row may lose to others' drafts: at first, and in each
+constexpr double kReading = 0.005, kMostReading = 64.0;  // of all time, prompts included, that reading may lose; plain steps at most
 constexpr double kWholes = 4.0;                      // whole drafts that the hope of one token each counts for
 
 double biased(double chance, double bias) { return chance / (chance + (1.0 - chance) * std::exp(-bias)); }
@@ -77,8 +78,10 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
     }
+    if (count_) costs_.turn(static_cast<int>(count_), cached, prefill);
+    work_ = count_ ? 1.0 + costs_.prompts() : static_cast<double>(prefill) * costs_.among_many();
+    reading_ = std::min(reading_ + kReading * work_, kMostReading);
     if (!count_) return;
-    costs_.turn(static_cast<int>(count_), cached, prefill);
     longest_ = count_ > 1 || prefill ? stretch_ : HUGE_VAL;
     Why none = Why::Fixed;
     if (any) none = !fixed && costs_.wants_plain(advantage_) ? Why::Plain : !fits(1, 0.0) ? Why::Long : none;
@@ -151,7 +154,11 @@ void Policy::plan_levels() {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
         const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        steps_[i].unread = steps_[i].kind.reads && unread > kUnread && !reads(steps_[i].kind, unread, context - steps_[i].row->first);
+        if (steps_[i].kind.reads && unread > kUnread) {
+            const auto [takes, may] = reading(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
+            steps_[i].unread = takes > may;
+            steps_[i].decision.one = takes, steps_[i].decision.two = may;
+        }
         ++drafters[steps_[i].kind.drafter].rows;
     }
     if (rows.empty()) return;
@@ -234,12 +241,15 @@ void Policy::plan_levels() {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
             const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[1]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
+            step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
         if (!step.kind.nodes)
             step.nodes = step.levels;
         else if (!step.levels && step.row->rests)
             step.nodes = 0;
-        if (!step.nodes && step.kind.nodes) {
+        if (step.unread) {
+            step.decision.why = Why::Unread;
+        } else if (!step.nodes && step.kind.nodes) {
             because(step, Why::Rests, {}, 0.0);
         } else if (none == Why::Levels) {
             step.decision.why = none;
@@ -403,12 +413,12 @@ void Policy::look(Step& step, const Draft& draft) {
         const bool second = left < 1.0;
         Chances::Table& table = chances_.table(draft.sources[n], step.kind.sampling);
         Chance& learns = Chances::of(table, above ? above->depth + 1 : 0, said, second);
-        const double own = std::min(std::max(said, 0.005), 0.995), its = learns.given(said < 0 ? Chances::kUnknown : own);
+        const double own = said < 0 ? said : std::min(std::max(said, 0.005), 0.995);
+        const double its = learns.given(own < 0 ? Chances::kUnknown : second ? own : std::pow(own, table.power()));
         const double chance = second ? std::min(its, left) : biased(its, step.row->bias[above != nullptr]);
         left = std::max(left - chance, 0.0);
-        if (said >= 0 && !second) table.compare(chance, own);
         step.draft.push_back(
-            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, &learns, second});
+            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, own, &learns, second});
     }
 }
 

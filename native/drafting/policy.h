@@ -35,7 +35,7 @@ public:
         int most;  // nodes
         double context;
     };
-    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide, Off };
+    enum class Why : uint8_t { Fixed, NoRoom, Rests, Nothing, Drafts, Try, Dear, Others, Spent, Plain, Levels, Long, Wide, Off, Unread };
     struct Decision {  // of a row, in a step
         int size = 0;
         Why why = Why::NoRoom;
@@ -57,8 +57,13 @@ public:
 
     bool knows(int64_t row, int64_t request) const;
     void admit(int64_t row, const Kind& kind);
-    // Whether a drafter that `reads` had better read so many tokens of a row that has said `said`, for what drafts then save.
-    bool reads(const Kind& kind, double unread, double said) const;
+    // Whether a drafter that `reads`, and has read so many tokens of a row that has said `said`, had better read so many more,
+    // for what drafts then save: plain steps that it takes, and that it may take.
+    std::pair<double, double> reading(const Kind& kind, double read, double unread, double said) const;
+    bool reads(const Kind& kind, double read, double unread) const {
+        const auto [takes, may] = reading(kind, read, unread, 0.0);
+        return takes <= may;
+    }
     void has_read(int64_t row, double positions);
     // It read so many tokens beside the step under way, whose other work took `body` seconds.
     void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);
@@ -122,7 +127,7 @@ private:
     };
     struct Node {  // that was proposed
         int parent, depth, source;
-        double gain, chance;  // of its whole path, and given its parent
+        double gain, chance, said;  // of its whole path; given its parent, learned and by its drafter's own word (-1: none)
         Chance* learns;
         bool second;  // a child after another
     };
@@ -182,7 +187,9 @@ private:
     double budget_ = 0.5;                                      // plain steps that drafts may lose
     double advantage_ = 1.0, tokens_ = 48.0, plains_ = 48.0;   // the rate over plain decoding's; decayed sums behind it
     double answers_ = 256.0;  // tokens of an answer, on average
-    int ended_ = 8;           // answers that say so
+    int ended_ = 2;           // answers that say so
+    double work_ = 0.0;       // plain steps of the step under way, drafts aside, prompts included
+    double reading_ = 0.0;    // plain steps that reading for drafts may lose
     int64_t step_ = 0, drafted_at_ = 0, tried_at_ = 0,
             levels_at_ = 0;  // when nodes were last verified, and as a try, and a network was asked
     int tries_ = 0;                                            // made while the budget was spent

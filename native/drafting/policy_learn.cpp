@@ -9,9 +9,9 @@ namespace {
 
 constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
-constexpr double kHorizon = 48.0;                    // steps over which the rate is averaged
+constexpr double kHorizon = 48.0;                    // plain steps over which the rate is averaged
 constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
-constexpr double kLevel = 0.25;                      // plain steps of its forward, until that is known
+constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
@@ -32,25 +32,28 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     if (std::none_of(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count_), chooses)) return;
     const int chosen = verified_ - fixed_;
     const double loss = more(chosen) + asking(true);
-    double all = 0.0, gained = 0.0;
+    double all = 0.0, gained = 0.0, read = 0.0;
     for (size_t i = 0; i < count_; ++i) {
         const double accepted = static_cast<double>(paths[i]->size());
         all += accepted;
         if (!steps_[i].view.adaptive) continue;
         gained += accepted;
+        read += steps_[i].kind.reads && steps_[i].levels > 0 ? accepted - loss : 0.0;
         if (!steps_[i].row) continue;
         steps_[i].row->wall += 1.0 + loss;
         steps_[i].row->lead += accepted - loss;
     }
     const double rows = static_cast<double>(count_);
-    const double charged = costs_.measured(chosen) ? loss : std::min(loss, kAlways);
+    const double seen = std::max(loss, costs_.seen(chosen) + asking(true));
+    reading_ += read / rows;
+    const double charged = costs_.measured(chosen) ? seen : std::min(seen, kAlways);
     if (chosen && budget_ < 0) ++tries_;
     budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
     if (chosen) drafted_at_ = step_, fruitless_ = gained > 0 ? 0 : fruitless_ + 1;
     if (costs_.prompts() > 0) return;
-    const double keep = 1.0 - 1.0 / kHorizon;
+    const double took = 1.0 + costs_.more(verified_) + asking(), keep = std::exp(-took / kHorizon);
     tokens_ = tokens_ * keep + 1.0 + all / rows;
-    plains_ = plains_ * keep + 1.0 + costs_.more(verified_) + asking();
+    plains_ = plains_ * keep + took;
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 
@@ -64,7 +67,9 @@ void Policy::count(Step& step, const std::vector<int32_t>& path) {
         if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
         const double right = good[static_cast<size_t>(kept)];
         node.learns->learn(right);
-        if (!step.row || node.second) continue;
+        if (node.second) continue;
+        if (node.said > 0) chances_.table(node.source, step.kind.sampling).learn(node.said, right > 0);
+        if (!step.row) continue;
         double& bias = step.row->bias[node.parent >= 0];
         bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
     }
@@ -112,7 +117,7 @@ void Policy::read() {
     }
 }
 
-bool Policy::reads(const Kind& kind, double unread, double said) const {
+std::pair<double, double> Policy::reading(const Kind& kind, double read, double unread, double said) const {
     const auto found = asking_.find(kind.drafter);
     double token = kLevel * costs_.among_many(), saves = kSaves;
     if (found != asking_.end()) {
@@ -124,7 +129,8 @@ bool Policy::reads(const Kind& kind, double unread, double said) const {
             token = asking.at(1).median() * costs_.among_many();
     }
     const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
-    return unread * token <= left * saves;
+    const double may = read > 0.0 ? left * saves : reading_ >= 0.0 ? std::max(left * saves, reading_) : 0.0;
+    return {unread * token, may};
 }
 
 void Policy::has_read(int64_t row, double positions) {
@@ -133,8 +139,10 @@ void Policy::has_read(int64_t row, double positions) {
 }
 
 void Policy::time_reading(const Kind& kind, int64_t tokens, double seconds, double body) {
-    if (!count_ || tokens < 1 || !(body > 0) || !(seconds > 0)) return;
-    asking_[kind.drafter].token.add(seconds / body * (1.0 + costs_.more(verified_) + costs_.prompts()) / static_cast<double>(tokens));
+    if (tokens < 1 || !(body > 0) || !(seconds > 0)) return;
+    const double took = seconds / body * (work_ + (count_ ? costs_.more(verified_) : 0.0));
+    reading_ -= took;
+    asking_[kind.drafter].token.add(took / static_cast<double>(tokens));
 }
 
 // Splits the draft phase among those that were asked, by what they were expected to take. Both phases are of one moment, so
@@ -148,8 +156,10 @@ void Policy::time_drafting(const Seconds& seconds) {
         if (!asking.rows) continue;
         const double its = askers > 1 && expected > 0 ? spent * asking.all(asking.rows, asking.levels) / expected : spent / askers;
         const double reading = asking.levels ? its - asking.all(asking.rows, asking.levels) : its;
-        if (asking.unread > 0 && (!asking.levels || asking.at(asking.rows).measured()))
+        if (asking.unread > 0 && (!asking.levels || asking.at(asking.rows).measured())) {
             asking.token.add(std::max(reading, 0.0) / asking.unread);
+            reading_ -= std::max(reading, 0.0);
+        }
         if (!asking.levels) {
             if (!asking.behind) asking.each.add(its / asking.rows);
             continue;

@@ -6,10 +6,11 @@
 namespace outpace {
 namespace {
 
-constexpr double kBend = 1.5;   // most that a node beyond what was measured may cost, over one within
+constexpr double kBend = 1.3;   // most that a node beyond what was measured may cost, over one within
 constexpr double kTiny = 0.02;  // plain steps that are too few to scale by; a tenth of it is the least that a node adds
 constexpr double kMedianError = 1.86;  // a normal distribution's 1.253 / 0.6745: a median's error over the values' median distance
 constexpr double kDoubt = 2.5;    // standard errors that a table's guess may be off before it is left
+constexpr double kUnsure = 1.25;  // standard errors less than its ratios say that a size is charged at least
 constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
 constexpr double kMostAlike = 1.5; // of Curve::alike, since few experts that all tokens choose together can read more by chance
 constexpr int kAlikes = 4, kSteps = 64;  // steps that the first guess of it counts for, and over which it is averaged
@@ -99,7 +100,7 @@ double StepCosts::table(int nodes) const {
 
 void StepCosts::draw(Curve& curve) {
     double least = 0.0, scale = 1.0;
-    known_ = 0;
+    known_ = seen_ = 0;
     for (int k = 0; k < kSizes; ++k) {
         const size_t at = static_cast<size_t>(k);
         const Ratios& ratios = curve.ratios[at];
@@ -118,6 +119,7 @@ void StepCosts::draw(Curve& curve) {
         };
         curve.least[at] = enough ? std::min(least, bound(ratios.low(), k ? curve.least[at - 1] : 0.0)) : least;
         curve.most[at] = enough ? std::max(least, bound(ratios.high(), k ? curve.most[at - 1] : 0.0)) : least;
+        if (ratios.count() && (enough || std::fabs(ratios.median()) <= error(ratios))) seen_ = size;
         if (enough) known_ = size, scale = (least + kTiny) / (said + kTiny);
     }
     prompts_ = 0.0;
@@ -136,6 +138,13 @@ double StepCosts::corrected(double guess, const Ratios& ratios) const {
     return guess + apart * (1.0 - doubt * doubt / (apart * apart));
 }
 
+// Whether what was measured of a size is more than one standard error off what is believed.
+bool StepCosts::contradicts(const Curve& curve, int k) const {
+    const Ratios& ratios = curve.ratios[static_cast<size_t>(k)];
+    const double believed = std::log1p(curve.more[static_cast<size_t>(k)]) - std::log1p(table(size_at(k)));
+    return std::fabs(ratios.median() - believed) > error(ratios);
+}
+
 double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
     if (nodes <= 0) return 0.0;
     int k = 0;
@@ -148,6 +157,15 @@ double StepCosts::line(const std::array<double, kSizes>& more, int64_t nodes) {
 
 bool StepCosts::measured(int nodes) const { return now_->ratios[static_cast<size_t>(nearest(nodes))].measured(); }
 
+double StepCosts::seen(int nodes) const {
+    const size_t k = static_cast<size_t>(nearest(nodes));
+    const Ratios& ratios = now_->ratios[k];
+    if (!ratios.count() || !nodes) return 0.0;
+    const double size = size_at(static_cast<int>(k)),
+                 raw = std::expm1(ratios.median() - kUnsure * error(ratios) + std::log1p(table(static_cast<int>(size))));
+    return std::max(raw, 0.0) * std::min(nodes / size, 1.0);
+}
+
 double StepCosts::compared() const { return now_->ratios[static_cast<size_t>(nearest(last_.step < 0 ? 1 : last_.nodes))].count(); }
 
 bool StepCosts::wants_plain(double advantage) const {
@@ -157,9 +175,8 @@ bool StepCosts::wants_plain(double advantage) const {
     if (last_.step == step_ - 1 && last_.rows == rows_ && last_.nodes) {  // a plain step now gives a ratio of that size
         const size_t k = static_cast<size_t>(nearest(last_.nodes));
         const Ratios& ratios = now_->ratios[k];
-        const double believed = std::log1p(now_->more[k]) - std::log1p(table(size_at(static_cast<int>(k))));
         if (!ratios.count()) return true;
-        if (!ratios.measured() && std::fabs(ratios.median() - believed) > error(ratios)) return true;
+        if (!ratios.measured() && contradicts(*now_, static_cast<int>(k))) return true;
         every *= std::min(1.0, ratios.count() / kSure);
     }
     return static_cast<double>(step_ - plain_at_) > every;
@@ -176,7 +193,7 @@ void StepCosts::learn(int nodes, double seconds, double experts) {
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes != !last_.nodes) {
         const int size = std::max(nodes, last_.nodes), k = nearest(size);
         const double ratio = nodes ? seconds / last_.seconds : last_.seconds / seconds;
-        const double shape = (table(size_at(k)) + kTiny) / (table(size) + kTiny);  // to the size that is kept
+        const double shape = (more(size_at(k)) + kTiny) / (more(size) + kTiny);  // to the size that is kept
         now_->ratios[static_cast<size_t>(k)].add(std::log(std::max(1.0 + (ratio - 1.0) * shape, 0.1)) - std::log1p(table(size_at(k))));
     }
     if (last_.step == step_ - 1 && last_.rows == rows_ && !nodes == !last_.nodes)

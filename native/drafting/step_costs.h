@@ -67,12 +67,13 @@ public:
     double more(int nodes) const { return line(now_->more, prefill_ + nodes) - prompts_; }  // plain steps that so many nodes add
     double least(int nodes) const { return line(now_->least, prefill_ + nodes) - line(now_->least, prefill_); }  // that they may add
     double most(int nodes) const { return line(now_->most, prefill_ + nodes); }  // that they and the prompts may add
+    double seen(int nodes) const;  // what the ratios of about so many nodes say alone, however few they are; 0: there are none
     double prompts() const { return prompts_; }                                 // and that the prompts add
     double table(int nodes) const;                                              // `more` without prompts, as the table says
     double among_many() const { return table_.width(64) / 64.0 / table_.width(1); }  // a token of a prompt, beside one alone
     bool measured(int nodes) const;  // whether that is known of about so many
     // Most nodes that may be verified: what was measured, and if they may `grow` twice that.
-    int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * known_ : known_}); }
+    int reach(bool grow) const { return std::max({4, rows_, grow ? 2 * seen_ : seen_}); }
     double since_plain() const { return static_cast<double>(step_ - plain_at_); }  // steps
     double compared() const;  // ratios of the last step's size
     bool wants_plain(double advantage) const;                       // whether this step had better have no drafts, to measure
@@ -92,6 +93,7 @@ private:
     double seconds(int64_t tokens) const;
     double alike(double read, int tokens) const;
     double error(const Ratios& ratios) const;  // the standard error of their median
+    bool contradicts(const Curve& curve, int k) const;
     double corrected(double guess, const Ratios& ratios) const;
     static double line(const std::array<double, kSizes>& more, int64_t nodes);
 
@@ -100,7 +102,7 @@ private:
     Ratios noise_;  // how far neighbouring steps are apart, in logs, of which both have drafts or neither
     std::map<int, Curve> curves_;  // by rows; above 8 by powers of 2
     Curve* now_ = nullptr;
-    int rows_ = 0, known_ = 0;  // the most nodes that were measured
+    int rows_ = 0, known_ = 0, seen_ = 0;  // the most nodes that were measured, and of which nothing contradicts what is believed
     int64_t prefill_ = 0, step_ = 0, plain_at_ = 0;
     double context_ = 0.0, plain_ = 0.0, prompts_ = 0.0;  // cached positions a row; the table's seconds of a plain step
     struct {

@@ -152,7 +152,7 @@ def test_explaining_changes_no_decision_and_says_what_each_node_is_worth() -> No
     _, (decision,) = explained.trim(drafts)
     assert len(decision.worth) == 4
     assert all(0 <= w <= 1 for w in decision.worth)
-    assert " plain steps" in decision.why
+    assert "to bring" in decision.why
     assert plain.explain is False
 
 
