@@ -122,7 +122,8 @@ bool Model::Run::attention(Seat& me, const Layer& l, int index) {
             job.out[i] = s_.attended.get() + at * value_padded;
             job.position[i] = l.causal ? tok.slot : tok.position;
             if (job.sinks) job.sink[i] = l.sinks[static_cast<size_t>(head)];
-            const int last = l.anchored ? tok.cached - 1 : tok.slot;
+            // A tree's node stands before its slot; a slot of a block that is seen both ways before the block's end.
+            const int last = l.anchored ? tok.cached - 1 : std::min(tok.slot, tok.position);
             job.first[i] = l.window > 0 ? std::max(0, last - l.window + 1) : 0;
             job.path[i] = m_.plan_.path(tok);
             const size_t own = static_cast<size_t>(i / group * c_.heads + head) * tile.blocks * job.part_stride;
