@@ -424,6 +424,8 @@ def _deepspec(facts: Facts, gemma: bool) -> ParallelConfig:
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
     heads, markov = _heads(facts, 0, False, False)
+    if not facts.flag("sample_from_anchor", True):
+        raise facts.fail(f"its sample_from_anchor is False: {_REMEDY}")
     decoder = _gemma(facts, None) if gemma else _decoder(facts, True, None)
     return ParallelConfig(decoder, vocab, vocab, _outputs(facts), block, mask, *heads, markov=markov)
 
@@ -462,8 +464,8 @@ def _block(facts: Facts, kind: str, shapes: Shapes) -> ParallelConfig:
     dspark, second = kind == "dspark", kind == "dflash2"
     for key, neutral in (("output_multiplier", 1), ("shift_label", False), ("pure_draft_prefix_len", 0),
                          ("causal_head_type", None), ("sample_from_anchor", dspark)):  # fmt: skip
-        if (nested.get(key) or neutral) != neutral:
-            raise facts.fail(f"it has dflash_config.{key}: {_REMEDY}")
+        if nested.get(key, neutral) != neutral:
+            raise facts.fail(f"its {key} is {nested.get(key)!r}: {_REMEDY}")
     if nested.get("projector_type", kind) != kind:
         raise facts.fail(f"its projector_type is {nested.get('projector_type')!r}: {_REMEDY}")
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
