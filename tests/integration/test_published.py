@@ -396,7 +396,9 @@ def test_eagle_3_as_deepspec_writes_it(load: Load, tmp_path: Path, gemma: bool) 
         ("DSpark, DeepSpec, Gemma", {"enable_moe_block": True}, "enable_moe_block"),
         ("DFlash2, z-lab", {"dflash_config": {**D["dflash_config"], "conv_group_size": 3}}, "does not divide"),
         ("DSpark, SpecForge", {"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
-        ("DFlash, z-lab", {"dflash_config": {"output_multiplier": 0.5}}, "output_multiplier"),
+        ("DFlash, z-lab", {"dflash_config": {"output_multiplier": 0.5}}, "its output_multiplier is 0.5"),
+        ("DSpark, flat", {"sample_from_anchor": False}, "its sample_from_anchor is False"),
+        ("DSpark, DeepSpec", {"sample_from_anchor": False}, "its sample_from_anchor is False"),
     ],
 )
 def test_what_would_be_misread_is_refused(tmp_path: Path, layout: str, changes: dict[str, Any], says: str) -> None:

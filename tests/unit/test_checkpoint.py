@@ -75,6 +75,11 @@ def test_a_flag_that_is_misread_shows() -> None:
         assert max(abs(found[0] - seen["logits"]).max(), abs(found[1] - seen["predicted"]).max()) > 1e-2, flag
 
 
+def stored(config: EagleConfig) -> EagleConfig:
+    """With the target's rows as they are stored for an embedding: of a file that has none."""
+    return replace(config, decoder=replace(config.decoder, embedding_scale=1.0))
+
+
 # Layouts: config.json, tensors by the file's names, and what they are read as.
 def _eagle_layouts() -> list[Any]:
     config = learned.eagle()
@@ -92,22 +97,23 @@ def _eagle_layouts() -> list[Any]:
     extra = {"verifier_norm.weight": np.ones(8), "rotary_emb.inv_freq": np.ones(2)}
     return [
         ("speculators", SPECULATORS, own, config),
-        ("and the embedding left out", SPECULATORS, learned.random_tensors(config, head=True), config),
+        ("and the embedding left out", SPECULATORS, learned.random_tensors(config, head=True), stored(config)),
         ("and layers left out", {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": None}, own,
          replace(config, hidden_layers=())),
         ("Qwen3's layer", {**SPECULATORS, "transformer_layer_config": {**layer, "model_type": "qwen3"}}, with_qk,
-         replace(config, decoder=qwen)),
-        ("norm_before_fc", {**SPECULATORS, "fc_norm": False, "norm_before_fc": True}, gate, over_all),
-        ("the whole vocabulary", {**SPECULATORS, "draft_vocab_size": 32}, without_map, learned.eagle(draft_vocab=32)),
+         stored(replace(config, decoder=qwen))),
+        ("norm_before_fc", {**SPECULATORS, "fc_norm": False, "norm_before_fc": True}, gate, stored(over_all)),
+        ("the whole vocabulary", {**SPECULATORS, "draft_vocab_size": 32}, without_map,
+         stored(learned.eagle(draft_vocab=32))),
         ("what training leaves behind", SPECULATORS, {**own, **extra}, config),
-        ("EAGLE-3, flat", FLAT, flat(old), replace(plain, hidden_layers=())),
-        ("its authors'", {**FLAT, **OLD, "num_hidden_layers": 40}, flat(old), replace(plain, hidden_layers=())),
-        ("layers.0", {**FLAT, "eagle_aux_hidden_state_layer_ids": ids}, old, plain),
+        ("EAGLE-3, flat", FLAT, flat(old), stored(replace(plain, hidden_layers=()))),
+        ("its authors'", {**FLAT, **OLD, "num_hidden_layers": 40}, flat(old), stored(replace(plain, hidden_layers=()))),
+        ("layers.0", {**FLAT, "eagle_aux_hidden_state_layer_ids": ids}, old, stored(plain)),
         ("flat with 3.1's norms", {**FLAT, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
          flat(own), learned.eagle(hidden_layers=(), norm_before_residual=True)),
         ("with an eagle_config",
          {**FLAT, "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": ids}}, flat(gate),
-         learned.eagle(fc_norm=False, norm_output=False, norm_before_fc=True)),
+         stored(learned.eagle(fc_norm=False, norm_output=False, norm_before_fc=True))),
     ]  # fmt: skip
 
 
@@ -282,5 +288,5 @@ def test_a_decoder_is_what_it_says(tmp_path: Path) -> None:
     tensors = learned.random_tensors(learned.eagle(), head=True)
     its = read(put(tmp_path / "it", SPECULATORS, tensors)).config
     assert isinstance(its, EagleConfig)
-    assert its.decoder == Decoder(8, 1, 2, 1, 4, 16, 1e-5, 5000.0, 64)
+    assert its.decoder == Decoder(8, 1, 2, 1, 4, 16, 1e-5, 5000.0, 64, embedding_scale=1.0)
     assert eagle_layers(30) == (1, 14, 26)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,24 @@ def test_flat_eagle(tmp_path: Path) -> None:
         export.to_eagle3(tmp_path / "no", Checkpoint("medusa", learned.medusa(), {}), rows())
 
 
+@pytest.mark.parametrize("scale", [None, 1.0, 2.0])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_the_embedding_enters_as_it_did(tmp_path: Path, scale: float | None, embedding: bool) -> None:
+    """Beside a target that scales its own rows by 4; whatever is written."""
+    config = learned.eagle(decoder=replace(learned.DECODER, embedding_scale=scale))
+    its = Checkpoint("eagle", config, learned.random_tensors(config, embedding=embedding))
+    target, own = replace(rows(), scale=4.0), its.tensors.get("embed_tokens.weight")
+    enters = target.embedding * (scale or 4.0) if own is None else own * (scale or 1.0)
+    export.to_speculators(tmp_path / "theirs", its, target)
+    export.to_eagle3(tmp_path / "flat", its, target)
+    for name in ("theirs", "flat"):
+        found = read(tmp_path / name)
+        assert found.config == learned.eagle()  # its own rows, which nothing scales
+        np.testing.assert_array_equal(found.tensors["embed_tokens.weight"], enters)
+    write_checkpoint(tmp_path / "ours", "eagle", config, its.tensors, TARGET, RECIPE)
+    assert read(tmp_path / "ours").config == config
+
+
 def test_an_interrupted_write_is_noticed(tmp_path: Path) -> None:
     config = learned.eagle()
     for seed in (1, 2):
@@ -137,6 +156,7 @@ def test_refused(tmp_path: Path) -> None:
         ({"tensors": {k: v for k, v in tensors.items() if k != "norm.weight"}}, ModelError, "no tensor 'norm.weight'"),
         ({"tensors": {**tensors, "norm.weight": np.full(8, np.nan)}}, ModelError, "numbers that BF16 cannot hold"),
         ({"config": learned.eagle(hidden_layers=(3, 1, 4))}, ModelError, "are not ascending"),
+        ({"config": learned.eagle(decoder=replace(learned.DECODER, logit_cap=2.0))}, ModelError, "capped logits"),
     ]
     for change, kind, message in wrong:
         given = {**one, **change}

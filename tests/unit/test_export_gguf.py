@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,14 @@ def test_what_llamacpp_reads(config: Any, kind: str, target: Path, tmp_path: Pat
 
 
 def test_what_llamacpp_does_not_run(target: Path, tmp_path: Path) -> None:
+    shape = learned.parallel().decoder
     wrong: list[tuple[str, Config, str]] = [
         ("eagle", learned.eagle(), r"it is an EAGLE-3\.1"),
         ("medusa", learned.medusa(), "of the method medusa"),
         ("eagle", learned.eagle(**OLD, hidden_layers=(1, 3, 5)), "reads the target's last layer"),
         ("parallel", learned.parallel(markov_rank=0, confidence=False), "it predicts at the pending token"),
+        ("parallel", learned.parallel(decoder=replace(shape, gemma=True)), "its layers are Gemma 4's"),
+        ("parallel", learned.parallel(decoder=replace(shape, logit_cap=2.0)), "its logits are capped"),
     ]
     for method, config, said in wrong:
         with pytest.raises(ParameterError, match=said):

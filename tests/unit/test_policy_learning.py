@@ -49,11 +49,12 @@ def blind(chance: float, said: float) -> Callable[[np.random.Generator, int], tu
 
 
 # Speed over 500 tokens, of the best fixed size's: on average, and what all first 100 tokens have over plain decoding.
+# Where 0.6 are accepted most have 1.2, but the unluckiest of 96 texts 0.98.
 KINDS: dict[str, tuple[Callable[[np.random.Generator, int], tuple[F64, F64]], float, float]] = {
     "0.97, and says 0.4": (modest, 0.95, 1.8),
     "0.97, and says so": (calibrated(20, 0.6), 0.95, 1.8),
-    "0.6, and knows where": (calibrated(1.2, 0.8), 1.0, 1.1),
-    "0.6, and knows nothing": (blind(0.6, 0.5), 0.955, 1.0),
+    "0.6, and knows where": (calibrated(1.2, 0.8), 1.0, 0.97),
+    "0.6, and knows nothing": (blind(0.6, 0.5), 0.955, 0.97),
     "0.27, and knows where": (calibrated(0.8, 2.1), 0.95, 0.97),
     "0.27, and says 0.4": (blind(0.27, 0.4), 0.945, 0.97),
     "never": (blind(0.0, 0.5), 0.985, 0.97),

@@ -29,14 +29,15 @@ from outpace.models.weights.facts import read_config
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What a drafter shares with its target: float32 ``embedding`` [V, h] as it enters, ``head`` [V, h].
+    """What a drafter shares with its target: float32 ``embedding`` [V, h] and ``head`` [V, h].
 
-    ``layers``: how many the target has.
+    ``layers``: how many the target has; ``scale``: of the embedding's rows as they enter it.
     """
 
     embedding: F32
     head: F32
     layers: int
+    scale: float = 1.0
 
     @classmethod
     def of(cls, source: Source) -> TargetRows:
@@ -44,7 +45,7 @@ class TargetRows:
         model, weights, _ = open_weights(source.gguf or source.path, None, "auto")
         embedding = weights.values(None, "embedding")
         head = embedding if model.tied else weights.values(None, "head")
-        return cls(embedding * np.float32(model.embedding_scale), head, model.layers)
+        return cls(embedding, head, model.layers, model.embedding_scale)
 
 
 def verifier_of(source: Source, name: str | None) -> Verifier:
@@ -128,6 +129,11 @@ def whole(checkpoint: Checkpoint, rows: TargetRows) -> Checkpoint:
     ids = np.asarray(tensors["d2t"]) + np.arange(config.draft_vocab)
     for name in head_shapes(config).keys() - tensors.keys():
         tensors[name] = rows.head[ids]
-    for name in embedding_shape(config).keys() - tensors.keys():
-        tensors[name] = rows.embedding
-    return replace(checkpoint, tensors=tensors)
+    if isinstance(config, MedusaConfig):
+        return replace(checkpoint, tensors=tensors)
+    for name in embedding_shape(config):
+        own, scale = tensors.get(name), config.decoder.embedding_scale
+        entering = (rows.scale if own is None else 1.0) if scale is None else scale
+        tensors[name] = (rows.embedding if own is None else own) * np.float32(entering)
+    config = replace(config, decoder=replace(config.decoder, embedding_scale=None))
+    return replace(checkpoint, config=config, tensors=tensors)

@@ -98,6 +98,8 @@ def unread(config: Config, layers: int) -> str | None:
         return "it is of the method medusa"
     if config.hidden_layers[-1] + 1 >= layers:
         return "it reads the target's last layer, and llama.cpp hands out what enters a layer"
+    if config.decoder.gemma or config.decoder.conv[0] or config.decoder.logit_cap:
+        return "its layers are Gemma 4's or DFlash2's, or its logits are capped"
     if config.decoder.scaling or any(config.decoder.windows):
         return "its rotations are stretched, or its layers have windows"
     if isinstance(config, ParallelConfig):

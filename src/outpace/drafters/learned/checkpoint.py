@@ -191,12 +191,14 @@ def put(
             arrays["token_map"] = arrays.pop("d2t") + np.arange(config.draft_vocab)
     else:
         described = layouts.to_speculators(config, verifier, tokens, "bfloat16" if dtype == "q4_1" else dtype)
+    scale = None if isinstance(config, MedusaConfig) else config.decoder.embedding_scale
     own = {
         "format": FORMAT,
         "method": checkpoint.method,
         "head": head,
         "target": dict(checkpoint.target),
         "recipe": dict(checkpoint.recipe),
+        **({} if scale is None else {"embedding_scale": scale}),
         **({"quantized": dtype} if dtype == "q4_1" else {}),
         **({"tree": [list(path) for path in config.tree]} if isinstance(config, MedusaConfig) else {}),
     }
@@ -212,8 +214,10 @@ def arrays_of(folder: Path, checkpoint: Checkpoint, head: bool) -> dict[str, Any
         )
     if isinstance(config, ParallelConfig) and any(config.decoder.windows) and not config.anchored:
         raise ModelError(f"{folder} cannot be written: speculators' layout has no windows that end at a block's slots")
-    if not isinstance(config, MedusaConfig) and (config.decoder.gemma or config.decoder.conv[0]):
-        raise ModelError(f"{folder} cannot be written: layers of Gemma 4's and of DFlash2's are read alone")
+    if not isinstance(config, MedusaConfig) and (d := config.decoder) and (d.gemma or d.conv[0] or d.logit_cap):
+        raise ModelError(
+            f"{folder} cannot be written: layers of Gemma 4's and of DFlash2's, and capped logits, are read alone"
+        )
     wanted = {**tensor_shapes(config), **(head_shapes(config) if head else {})}
     if head:
         wanted |= {name: shape for name, shape in embedding_shape(config).items() if name in tensors}

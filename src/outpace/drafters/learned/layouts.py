@@ -291,7 +291,7 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
     ModelError."""
     if "speculators_model_type" in config:
         method, found = speculators(facts, shapes)
-        return method, found if own.all else _as_stored(found)
+        return method, _as_stored(found, own, shapes)
     if is_medusa(config):
         return medusa(facts, own, shapes)
     named = {*facts.listed("architectures")}
@@ -302,16 +302,21 @@ def describe(facts: Facts, own: Facts, config: Mapping[str, Any], shapes: Shapes
     for name in named & _DEEPSPEC_EAGLE.keys():
         return "eagle", _deepspec_eagle(facts, _DEEPSPEC_EAGLE[name])
     if is_eagle(facts, shapes):
-        return "eagle", _as_stored(flat_eagle(facts, shapes))
+        return "eagle", _as_stored(flat_eagle(facts, shapes), own, shapes)
     raise facts.fail(
         f"it describes {config.get('architectures') or config.get('model_type')!r}: give a drafter in the layout of "
         "speculators, EAGLE-3, DFlash, DSpark or Medusa"
     )
 
 
-def _as_stored(config: EagleConfig | ParallelConfig) -> Config:
-    """Of makers that embed tokens by the target's rows as they are stored, where the target may scale them."""
-    return replace(config, decoder=replace(config.decoder, embedding_scale=1.0))
+def _as_stored(config: EagleConfig | ParallelConfig, own: Facts, shapes: Shapes) -> Config:
+    """Of makers that embed tokens by the target's rows as they are stored, where the target may scale them; a file of
+    ours says what it was made of."""
+    if own.all:
+        scale = own.number("embedding_scale") if own.get("embedding_scale") is not None else None
+    else:
+        scale = None if "embed_tokens.weight" in shapes else 1.0
+    return replace(config, decoder=replace(config.decoder, embedding_scale=scale))
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
@@ -424,6 +429,8 @@ def _deepspec(facts: Facts, gemma: bool) -> ParallelConfig:
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
     mask, block = facts.whole("mask_token_id", most=vocab - 1, least=0), facts.whole("block_size", most=1024)
     heads, markov = _heads(facts, 0, False, False)
+    if not facts.flag("sample_from_anchor", True):
+        raise facts.fail(f"its sample_from_anchor is False: {_REMEDY}")
     decoder = _gemma(facts, None) if gemma else _decoder(facts, True, None)
     return ParallelConfig(decoder, vocab, vocab, _outputs(facts), block, mask, *heads, markov=markov)
 
@@ -462,8 +469,8 @@ def _block(facts: Facts, kind: str, shapes: Shapes) -> ParallelConfig:
     dspark, second = kind == "dspark", kind == "dflash2"
     for key, neutral in (("output_multiplier", 1), ("shift_label", False), ("pure_draft_prefix_len", 0),
                          ("causal_head_type", None), ("sample_from_anchor", dspark)):  # fmt: skip
-        if (nested.get(key) or neutral) != neutral:
-            raise facts.fail(f"it has dflash_config.{key}: {_REMEDY}")
+        if nested.get(key, neutral) != neutral:
+            raise facts.fail(f"its {key} is {nested.get(key)!r}: {_REMEDY}")
     if nested.get("projector_type", kind) != kind:
         raise facts.fail(f"its projector_type is {nested.get('projector_type')!r}: {_REMEDY}")
     vocab = facts.whole("vocab_size", most=MAX_VOCAB)
