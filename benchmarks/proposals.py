@@ -9,7 +9,6 @@ the time between two calls, which is left out.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import add_json, emit
+from benchmarks.figures import add_json, at_least_one, emit
 from outpace.common.arrays import I32
 from outpace.errors import ParameterError
 from outpace.integrations import vllm
@@ -29,9 +28,9 @@ ROWS = (1, 8, 32, 64)
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", "-d", action="append", help=f"default: {' and '.join(SPECS)}")
-    parser.add_argument("--rows", action="append", type=int, help=f"default: {ROWS}")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens before the first proposal")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", action="append", type=at_least_one, help=f"default: {ROWS}")
+    parser.add_argument("--prompt", type=at_least_one, default=512, help="tokens before the first proposal")
+    parser.add_argument("--steps", type=at_least_one, default=200)
     add_json(parser)
 
 
@@ -42,7 +41,7 @@ def run(given: argparse.Namespace) -> int:
     for spec in given.drafter or SPECS:
         for rows in given.rows or ROWS:
             times = proposals(spec, rows, given.prompt, given.steps)
-            quartiles = [1e6 * each for each in statistics.quantiles(times, n=4)]
+            quartiles = (1e6 * np.quantile(times, (0.25, 0.5, 0.75))).tolist()
             found.append({"drafter": spec, "rows": rows, "microseconds": quartiles})
             print(f"{spec}, {rows} rows: {quartiles[1]:.0f} us ({quartiles[0]:.0f} to {quartiles[2]:.0f})")
     emit(given, {"proposals": found})

@@ -103,10 +103,11 @@ def options(name: str) -> str:
 
 def drafters() -> str:
     """Every drafting method, as ``outpace.drafters.catalogue`` registers it."""
-    rows = []
+    titles, rows = re.findall(r"^## (.*)", (DOCS / "drafters.md").read_text(encoding="utf-8"), re.M), []
     for name, method in METHODS.items():
         spec = f"{name}:{method.short}" if method.short else name
-        link = f"[{_code(spec)}](#{spec.lower().replace(':', '')})"
+        title = next(title for title in titles if _code(spec) in title)  # of several methods, perhaps
+        link = f"[{_code(spec)}](#{re.sub(r'[^a-z -]', '', title.lower()).replace(' ', '-')})"
         rows.append((link, method.says, _code(*method.options), method.costs, method.use))
     rows.append(("[`a+b`](#compositions)", "several at once", "", "their sum", "`suffix+eagle:PATH`"))
     return _rows(("spec", "what drafts", "options", "costs", "use it for"), rows)

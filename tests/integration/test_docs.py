@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,21 @@ def test_the_readmes_commands_run_as_pasted_in_an_empty_folder(tmp_path: Path) -
             assert not re.search(r"\s[\w/]+\.\w+(\s|$)", line.split("#")[0]), f"{line} names a file"
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Of a page's titles, as GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if not re.match(r"(https?|mailto):", target) and not target.startswith("#"):
-            assert (page.parent / target.split("#")[0]).exists(), target
+        if not re.match(r"(https?|mailto):", target):
+            name, _, anchor = target.partition("#")
+            there = page.parent / name if name else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)

@@ -235,6 +235,12 @@ def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -
         ("/v1/chat/completions", {"messages": [], "tools": 5}, "tools: Input should be a valid array"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "prompt": 5}, "prompt: Input should be a valid string"),
         ("/api/generate", {"model": "demo", "prompt": "a", "images": ["x"]}, "images is not supported: this server"),
+        (
+            "/api/generate",
+            {"model": "demo", "prompt": "a", "options": {"mirostat": 2}},
+            "options.mirostat is not supported: this way of sampling is not offered: use",
+        ),
+        ("/api/generate", {"model": "demo", "options": {"num_predict": "9"}}, "options.num_predict: Input should be"),
     ],
 )
 def test_a_wrong_value_is_not_taken_for_a_field_of_other_routes(

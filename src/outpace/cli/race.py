@@ -130,7 +130,7 @@ def run(
         for line in looping(first.tokens):
             print(folded(line))
         if without is not None:
-            print(folded(f"in the {before} tokens before the loop {second.name} was {without:.2f} times as fast"))
+            print(folded(f"until the loop, prefill included, {second.name} was {without:.2f} times as fast"))
         verdict = (
             f"identical: {len(first.tokens)} tokens"
             if same

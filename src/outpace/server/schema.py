@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -179,13 +179,23 @@ def refusal(request: type[Body], error: ValidationError) -> APIError:
 
 
 def _why(request: type[Body], place: Sequence[str], wrong: Mapping[str, Any]) -> str | None:
-    """Why a value is not taken that would change the answer; None: the field is one of the request's own, with a wrong
-    value."""
-    name = place[-1]
-    field = request.model_fields.get(name) if len(place) == 1 else None
+    """Why a value is not taken that would change the answer; None: the field is one of the request's own, or of an
+    object in it, with a wrong value."""
+    *around, name = place
+    kind: type[Body] | None = request
+    for part in around:
+        kind = None if kind is None else _object(kind, part)
+    field = None if kind is None else kind.model_fields.get(name)
     taken = field is not None and name in TAKEN and field.annotation == TAKEN[name][0]
     nothing = name in FIELDS and wrong.get("ctx", {}).get("max_length") == 0
     return FIELDS[name].why if taken or nothing else None
+
+
+def _object(kind: type[Body], name: str) -> type[Body] | None:
+    """What a field holds, where that is an object."""
+    field = kind.model_fields.get(name)
+    held = () if field is None else get_args(field.annotation)
+    return next((each for each in held if isinstance(each, type) and issubclass(each, Body)), None)
 
 
 def _internal(part: str | int) -> bool:

@@ -92,8 +92,8 @@ def given(template: str) -> str:
     import jinja2
 
     is_text = any(mark in template for mark in ("{{", "{%", "{#"))
-    short = not is_text or len(template) <= _SHOWN  # a path, of which the end says most, is shown whole
-    where = Argument("chat_template", template if short else f"{template[:_SHOWN]}...")
+    shown = _SHOWN if is_text else _PATH  # of a path the end says most
+    where = Argument("chat_template", template if len(template) <= shown else f"{template[:_SHOWN]}...")
     try:
         source = template if is_text else Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def given(template: str) -> str:
     return source
 
 
-_SHOWN = 80  # characters of a template in an error
+_SHOWN, _PATH = 80, 4096  # characters of a template in an error; of what may be a path
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}
 _UNKNOWN = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")  # before the model is loaded

@@ -24,15 +24,15 @@ def expressed(schema: Any) -> Any:
 
 def loosened(schema: Any, left_out: list[str]) -> Any:
     """``schema`` with patterns of which look-around, which no automaton has, is left out. ``left_out`` gets what is,
-    and how a text without a pattern would be encoded. Raises RecursionError."""
+    and encodings that no pattern stands for. Raises RecursionError."""
     if isinstance(schema, list):
         return [loosened(each, left_out) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = _each(schema, lambda inner: loosened(inner, left_out))
     pattern = schema.get("pattern")
-    if pattern is None:
-        left_out += [f"{word} {schema[word]}" for word in _ENCODED if isinstance(schema.get(word), str)]
+    encoded = [(word, how) for word in _ENCODED if isinstance(how := schema.get(word), str)]
+    left_out += [f"{word} {how}" for word, how in encoded if (how, pattern) != ("base64", _BASE64)]
     if isinstance(pattern, str) and (shorter := _without_groups(pattern)) != pattern:
         found["pattern"] = shorter
         left_out.append(f"look-around in the pattern {pattern}")
@@ -91,7 +91,7 @@ def _expressed(node: Any, root: Any) -> Any:
     if not isinstance(node, dict):
         return node
     found = _each(node, lambda inner: _expressed(inner, root))
-    if node.get("contentEncoding") == "base64" and node.get("type") == "string":
+    if node.get("contentEncoding") == "base64":
         found.setdefault("pattern", _BASE64)
     names = resolved(node.get("propertyNames"), root)
     if not isinstance(names, dict) or "patternProperties" in node:

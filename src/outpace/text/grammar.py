@@ -361,7 +361,7 @@ class Grammars:
         self._native = _llguidance()
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._read: Vocabulary | None = None
-        self._kept: OrderedDict[tuple[str, int | None], Grammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int | None, tuple[str, ...]], Grammar] = OrderedDict()
 
     @staticmethod
     def of(engine: HasTarget) -> Grammars:
@@ -408,10 +408,11 @@ class Grammars:
         grammars = [{"name": "main", "lark_grammar": start + _OPTIONS}, {"name": "answer", **answer}, *parts]
         text = json.dumps({"grammars": grammars})
         own = {} if items is None else {"max_items_in_row": items}
+        key = text, items, tuple(left_out)
         with self._lock:
-            found = self._kept.get((text, items))
+            found = self._kept.get(key)
             if found is not None:
-                self._kept.move_to_end((text, items))
+                self._kept.move_to_end(key)
                 return found
         limits = self._native.LLParserLimits(**LIMITS | own)
 
@@ -434,7 +435,7 @@ class Grammars:
             left_out=tuple(dict.fromkeys(left_out)),
         )  # fmt: skip
         with self._lock:
-            made = self._kept.setdefault((text, items), made)
+            made = self._kept.setdefault(key, made)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made

@@ -12,7 +12,7 @@ from pydantic import Field
 from outpace.errors import GrammarError
 from outpace.params import LogitRule
 from outpace.server.engines.models import Served
-from outpace.server.errors import APIError
+from outpace.server.errors import APIError, cut
 from outpace.server.schema import Body, Items
 from outpace.text.grammar import LIMITS, After, Grammars, Source
 from outpace.text.grammar import Grammar as Compiled
@@ -105,7 +105,7 @@ def rules(found: tuple[Source, str] | None, model: Served, after: After) -> list
 def left_out(rules: Sequence[Any]) -> list[str]:
     """What the answer says of schemas whose keywords no grammar can all express."""
     found = [word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out]
-    return [f"not enforced of the JSON schema: {', '.join(found)}"] if found else []
+    return [cut(f"not enforced of the JSON schema: {', '.join(found)}", 2000)] if found else []
 
 
 def compiled(source: Source, grammars: Grammars, after: After = None) -> LogitRule:
