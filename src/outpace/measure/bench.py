@@ -214,7 +214,8 @@ def interval(figures: Mapping[str, Any]) -> tuple[float, float, float]:
     speed, ratio = figures["decode_tokens_per_second"], figures["speedup"]
     if not ratio["ratio"]:
         return speed, speed, speed
-    return speed, speed * ratio["low"] / ratio["ratio"], speed * ratio["high"] / ratio["ratio"]
+    low, high = (speed * ratio[end] / ratio["ratio"] for end in ("low", "high"))
+    return speed, min(low, speed), max(high, speed)  # of a single answer all are the same, but for rounding
 
 
 def written(ratio: Mapping[str, float | None]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outpace.common.files import StrPath
 from outpace.errors import Argument, ModelError, ParameterError
 from outpace.models.weights.hub import File, complete, quantisation, variants, without_hub
 
@@ -59,12 +60,12 @@ def found() -> list[Download]:
     return sorted(models, key=lambda model: model.name.lower())
 
 
-def type_of(file: Path) -> str:
+def type_of(file: StrPath) -> str:
     """A GGUF file's quantisation, as its name tells it; where that tells none, the type that most of its weights
     have."""
     from outpace.models.weights.gguf import GGUFFile
 
-    if named := quantisation(file.name):
+    if named := quantisation(Path(file).name):
         return named
     try:
         return GGUFFile.open(file).type
