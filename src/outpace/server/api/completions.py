@@ -119,7 +119,7 @@ async def check_defaults(models: Models, settings: ServerSettings) -> None:
     """Raise ParameterError where no request to one of ``models`` could have the settings' defaults. Each model is
     loaded for those that depend on it; all but the first are unloaded again."""
     names = models.names() if settings.sampling.keys() & _OF_MODELS else []
-    most = settings.sampling.get("max_tokens", 16)
+    most = settings.sampling.get("max_tokens", max(16, settings.sampling.get("min_tokens", 0)))
     for name in names:
         async with models.lease(name) as serving:
             try:
