@@ -51,11 +51,9 @@ def test_drafts_are_as_good_as_the_best_fixed_size_while_others_use_the_machine(
         found = run(Driven(TWO_CORES), machine, texts, seed=seed)
         ratios.append(found.speedup / best_fixed(machine, texts))
         tokens.append(found.whole.tokens / found.whole.steps)
-    # Of 272 seeds 4 are below 0.95, the worst at 0.87: one of eight may be unlucky.
     assert fmean(ratios) > 1, ratios
-    assert sorted(ratios)[1] > 0.95, ratios
-    assert min(ratios) > 0.85, ratios
-    assert sorted(tokens)[-1] < 1.1 * sorted(tokens)[1], tokens
+    assert min(ratios) > 0.95, ratios  # of 272 seeds 4 are below it, the worst at 0.87
+    assert sorted(tokens)[-1] < 1.1 * sorted(tokens)[1], tokens  # one of eight may be unlucky
 
 
 @pytest.mark.parametrize("how", DISTURBED)

@@ -246,10 +246,10 @@ def _with_decoder(config: EagleConfig | ParallelConfig) -> Iterator[tuple[str, S
         yield "markov_head.markov_w1.weight", (config.vocab, config.markov_rank)
         yield "markov_head.markov_w2.weight", (config.draft_vocab, config.markov_rank)
         if config.markov in MARKOV:
-            name, rows, reads, bias = MARKOV[config.markov]
-            yield f"markov_head.{name}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
+            _, rows, reads, bias = MARKOV[config.markov]
+            yield f"{mix_of(config)}.weight", (rows * config.markov_rank, d.hidden + reads * config.markov_rank)
             if bias:
-                yield f"markov_head.{name}.bias", (rows * config.markov_rank,)
+                yield f"{mix_of(config)}.bias", (rows * config.markov_rank,)
     if config.confidence:
         yield "confidence_head.proj.weight", (1, d.hidden + config.confidence_markov * config.markov_rank)
         yield "confidence_head.proj.bias", (1,)
