@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.common.files import StrPath
-from outpace.errors import Argument, ModelError, ParameterError
+from outpace.errors import ModelError, ParameterError
 from outpace.models.weights.hub import File, complete, quantisation, variants, without_hub
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def remove(names: Sequence[str]) -> int:
         fits = [each for each in there if name.lower() in (each.name.lower(), each.name.partition(":")[0].lower())]
         if not fits:
             named = ", ".join(each.name for each in there) or "none"
-            raise ParameterError(Argument("remove", name), f" was not downloaded: there is {named}")
+            raise ParameterError(f"{name} was not downloaded: there is {named}")
         chosen |= {each.paths: each for each in fits}
     kept = {path.resolve() for each in there if each.paths not in chosen for path in each.paths}
     gone = {path.resolve() for paths in chosen for path in paths} - kept
