@@ -11,7 +11,7 @@ import numpy as np
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, tensor_shapes
+from outpace.drafters.learned.config import Decoder, EagleConfig, tensor_shapes
 from outpace.models.base import Model
 from tests.learned import maps, random_checkpoint
 

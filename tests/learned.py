@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.layouts import (
+from outpace.drafters.learned.config import (
     Config,
     Decoder,
     EagleConfig,

@@ -17,8 +17,8 @@ import torch
 from outpace.common.arrays import I32
 from outpace.drafters.base import Drafter, RowView
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import Decoder, EagleConfig, eagle_layers, tensor_shapes
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, eagle_layers, tensor_shapes
 from outpace.drafters.learned.networks.eagle import TorchEagle
 from outpace.exact.drafts import Drafts
 from outpace.models.base import Model

@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.common.files import cache_dir
 from outpace.drafters.learned.checkpoint import WEIGHTS, checksum, fit_shape, read
-from outpace.drafters.learned.layouts import EagleConfig
+from outpace.drafters.learned.config import EagleConfig
 from outpace.errors import ParameterError
 from outpace.models.load import resolve
 from outpace.training.export import TargetRows

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.layouts import Config, Decoder, EagleConfig
+from outpace.drafters.learned.config import Config, Decoder, EagleConfig
 from outpace.drafters.lookup import datastore
 from outpace.models.weights.gguf import TYPES
 from tests import learned

@@ -21,8 +21,8 @@ from outpace.drafters.base import DraftContext, Drafter
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.learned.checkpoint import Checkpoint
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
+from outpace.drafters.learned.config import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
 from outpace.drafters.learned.drafter import LearnedDrafter
-from outpace.drafters.learned.layouts import Config, Decoder, EagleConfig, MedusaConfig, ParallelConfig
 from outpace.drafters.learned.load import layers_of, network_for
 from outpace.drafters.learned.medusa import HeadsNetwork, filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork

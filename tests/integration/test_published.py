@@ -20,8 +20,8 @@ from outpace import Engine, SamplingParams
 from outpace.drafters.base import DraftContext
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read
+from outpace.drafters.learned.config import EagleConfig, ParallelConfig
 from outpace.drafters.learned.drafter import Ask, Network
-from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
 from outpace.drafters.learned.load import network_for
 from outpace.drafters.learned.native import NativeEagle
 from outpace.drafters.registry import build, parse

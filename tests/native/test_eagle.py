@@ -14,8 +14,8 @@ from native_helpers import BLOCKS, Tiny, check_rows, dequantized, feed, packed, 
 
 from outpace import _native
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import Decoder, EagleConfig
 from outpace.drafters.learned.drafter import Ask
-from outpace.drafters.learned.layouts import Decoder, EagleConfig
 from outpace.drafters.learned.native import NativeEagle
 from outpace.errors import DrafterError, MemoryLimitError, NotFiniteError, ParameterError
 from outpace.exact.noise import Noise, Stream

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from native_helpers import Tiny, check_rows, release_all
 
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import Decoder, ParallelConfig
 from outpace.drafters.learned.drafter import Ask
-from outpace.drafters.learned.layouts import Decoder, ParallelConfig
 from outpace.drafters.learned.native import NativeParallel, described
 from outpace.drafters.learned.picks import RIVALS, chosen
 from outpace.errors import DrafterError, NotFiniteError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.layouts import EagleConfig
+from outpace.drafters.learned.config import EagleConfig
 from outpace.exact.noise import Stream
 from outpace.exact.sampling import Chooser
 

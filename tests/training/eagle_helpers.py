@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from outpace.drafters.learned.layouts import Decoder, EagleConfig
+from outpace.drafters.learned.config import Decoder, EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.training.objective import TrainBatch
 from outpace.training.objectives.eagle import EagleObjective

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.drafters.learned.layouts import Decoder, MedusaConfig, ParallelConfig
+from outpace.drafters.learned.config import Decoder, MedusaConfig, ParallelConfig
 from outpace.training.objective import Simulated, TrainBatch
 from outpace.training.target import DraftVocabulary, TargetParts
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.drafters.learned import medusa as trees
-from outpace.drafters.learned.layouts import tensor_shapes
+from outpace.drafters.learned.config import tensor_shapes
 from outpace.drafters.learned.medusa import filled
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.drafters.learned.picks import likeliest

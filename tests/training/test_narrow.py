@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from outpace import Engine, SamplingParams
-from outpace.drafters.learned.layouts import Decoder
+from outpace.drafters.learned.config import Decoder
 from outpace.errors import ParameterError
 from outpace.training.objectives.distil import Student
 from outpace.training.objectives.narrow import Narrowing

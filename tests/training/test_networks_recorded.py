@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
-from outpace.drafters.learned.layouts import EagleConfig, ParallelConfig
+from outpace.drafters.learned.config import EagleConfig, ParallelConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.parallel import ParallelNetwork
 from outpace.training.objectives.eagle import unroll

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafters.learned.layouts import tensor_shapes
+from outpace.drafters.learned.config import tensor_shapes
 from outpace.drafters.learned.networks.parallel import BlockDraft, Context, ParallelNetwork
 from outpace.errors import ParameterError
 from outpace.training.objective import TrainBatch

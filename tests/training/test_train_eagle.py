@@ -17,7 +17,7 @@ from outpace.cli.app import parse
 from outpace.common.installing import install
 from outpace.drafters.learned import checkpoint
 from outpace.drafters.learned import checkpoint as checkpoints
-from outpace.drafters.learned.layouts import MedusaConfig, ParallelConfig
+from outpace.drafters.learned.config import MedusaConfig, ParallelConfig
 from outpace.errors import DataError, MissingExtraError, ParameterError, TrainingError
 from outpace.models.base import Batch
 from outpace.models.load import load, resolve

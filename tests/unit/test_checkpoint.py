@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outpace.drafters.learned.checkpoint import Checkpoint, fit, read, stranger
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, eagle_layers, tensor_shapes
+from outpace.drafters.learned.config import Decoder, EagleConfig, MedusaConfig, eagle_layers, tensor_shapes
 from outpace.drafters.learned.load import located
 from outpace.errors import DrafterError, ModelError
 from outpace.models.base import ModelInfo

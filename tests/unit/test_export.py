@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 from outpace.cli.app import parse
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.layouts import Config, EagleConfig, MedusaConfig, head_shapes
+from outpace.drafters.learned.config import Config, EagleConfig, MedusaConfig, head_shapes
 from outpace.errors import DrafterError, ModelError, ParameterError
 from outpace.models.load import resolve
 from outpace.models.weights import safetensors

@@ -13,7 +13,7 @@ import pytest
 from outpace.cli.app import parse
 from outpace.drafters.learned.checkpoint import Checkpoint, read
 from outpace.drafters.learned.checkpoint import write as write_checkpoint
-from outpace.drafters.learned.layouts import Config, EagleConfig
+from outpace.drafters.learned.config import Config, EagleConfig
 from outpace.errors import DrafterError, ParameterError
 from outpace.models.load import resolve
 from outpace.training.export import TargetRows, to_eagle3

@@ -13,14 +13,8 @@ from outpace.common.files import StrPath
 from outpace.drafters.learned import checkpoint as checkpoints
 from outpace.drafters.learned import layouts
 from outpace.drafters.learned.checkpoint import Checkpoint, arrays_of, put_files
-from outpace.drafters.learned.layouts import (
-    EagleConfig,
-    MedusaConfig,
-    ParallelConfig,
-    Verifier,
-    embedding_shape,
-    head_shapes,
-)
+from outpace.drafters.learned.config import EagleConfig, MedusaConfig, ParallelConfig, embedding_shape, head_shapes
+from outpace.drafters.learned.layouts import Verifier
 from outpace.errors import ParameterError
 from outpace.models.load import Source
 from outpace.models.native.build import open_weights

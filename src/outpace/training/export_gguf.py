@@ -13,7 +13,7 @@ import numpy as np
 from outpace.common.files import StrPath
 from outpace.common.installing import install
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.layouts import Config, EagleConfig, ParallelConfig
+from outpace.drafters.learned.config import Config, EagleConfig, ParallelConfig
 from outpace.errors import MissingExtraError, ParameterError
 from outpace.training.export import TargetRows, whole
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from outpace.common.allocator import keep_freed
-from outpace.drafters.learned.layouts import Decoder
+from outpace.drafters.learned.config import Decoder
 from outpace.errors import Argument, DataError, ParameterError
 from outpace.models.fingerprint import fingerprint
 from outpace.models.host import usable_cores

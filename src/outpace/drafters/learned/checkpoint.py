@@ -21,7 +21,7 @@ import numpy as np
 
 from outpace.common.files import StrPath, write_json
 from outpace.drafters.learned import layouts
-from outpace.drafters.learned.layouts import (
+from outpace.drafters.learned.config import (
     Config,
     EagleConfig,
     MedusaConfig,

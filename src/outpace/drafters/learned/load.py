@@ -12,8 +12,8 @@ from outpace.common.files import expanded
 from outpace.drafters.learned import shipped
 from outpace.drafters.learned.assistant_files import is_assistant
 from outpace.drafters.learned.checkpoint import Checkpoint, beyond, fit, read, stranger
+from outpace.drafters.learned.config import EagleConfig, MedusaConfig
 from outpace.drafters.learned.drafter import LearnedDrafter, Network
-from outpace.drafters.learned.layouts import EagleConfig, MedusaConfig
 from outpace.drafters.learned.medusa import tree_of
 from outpace.drafters.spec import DrafterSpec
 from outpace.errors import DrafterError

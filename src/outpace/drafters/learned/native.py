@@ -16,8 +16,8 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids, mix_of
 from outpace.drafters.learned.drafter import DEEPEST, KV, LEVELS, Ask, Network, Predicted
-from outpace.drafters.learned.layouts import Decoder, EagleConfig, MedusaConfig, ParallelConfig, draft_ids, mix_of
 from outpace.drafters.learned.medusa import HeadsNetwork, Path, parents
 from outpace.drafters.learned.parallel import Block, BlockNetwork, next_slots
 from outpace.errors import Argument, DrafterError, MemoryLimitError, NotFiniteError, ParameterError

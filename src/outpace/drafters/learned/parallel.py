@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.common.arrays import F32, I32
+from outpace.drafters.learned.config import ParallelConfig
 from outpace.drafters.learned.drafter import Network
-from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.errors import NotFiniteError
 
 NEVER = -1e30  # the logit of a token that a slot does not choose among

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.common.files import write_json
-from outpace.drafters.learned.layouts import Decoder
+from outpace.drafters.learned.config import Decoder
 from outpace.drafters.learned.networks.layers import Layer, Norm, Rope, initialise
 from outpace.errors import Argument, ParameterError
 from outpace.models.base import Model

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.drafters.learned.checkpoint import Checkpoint, read
-from outpace.drafters.learned.layouts import EagleConfig
+from outpace.drafters.learned.config import EagleConfig
 from outpace.drafters.learned.networks.eagle import EagleNetwork
 from outpace.drafters.learned.networks.layers import rotate
 from outpace.errors import ParameterError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.learned import checkpoint
-from outpace.drafters.learned.layouts import MedusaConfig
+from outpace.drafters.learned.config import MedusaConfig
 from outpace.drafters.learned.medusa import Path, accepted, gains_of_ranks, search
 from outpace.drafters.learned.networks.medusa import MedusaNetwork
 from outpace.training.objective import HeadObjective, Packing, Simulated, TrainBatch, walk

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.common.files import write_json
-from outpace.drafters.learned.layouts import Decoder
+from outpace.drafters.learned.config import Decoder
 from outpace.drafters.learned.networks.layers import Layer, Norm, rotate
 from outpace.errors import ParameterError
 from outpace.models import decoder as decoders

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.drafters.learned.layouts import ParallelConfig
+from outpace.drafters.learned.config import ParallelConfig
 from outpace.drafters.learned.networks.parallel import BlockDraft, ParallelNetwork
 from outpace.errors import Argument, ParameterError
 from outpace.training.hidden_states import default_layers

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from outpace.common.arrays import I32
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import MedusaConfig, draft_ids, head_shapes
 from outpace.drafters.learned.drafter import KV
-from outpace.drafters.learned.layouts import MedusaConfig, draft_ids, head_shapes
 from outpace.errors import MemoryLimitError
 from outpace.models.base import Model
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import Decoder, EagleConfig
 from outpace.drafters.learned.drafter import Ask, Network, Predicted
-from outpace.drafters.learned.layouts import Decoder, EagleConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Layer, Norm, Rope
 from outpace.drafters.learned.networks.trees import SAMPLES, Bucket, Trees, choices, drafts_of, noise_of

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.drafters.learned.layouts import Decoder
+from outpace.drafters.learned.config import Decoder
 
 
 class Norm(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outpace.common.arrays import F32
 from outpace.drafters.learned.checkpoint import Checkpoint
-from outpace.drafters.learned.layouts import MedusaConfig
+from outpace.drafters.learned.config import MedusaConfig
 from outpace.drafters.learned.medusa import HeadsNetwork, Path
 from outpace.drafters.learned.networks.beside import Shared
 from outpace.models.base import Model

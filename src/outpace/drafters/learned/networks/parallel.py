@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import ParallelConfig
 from outpace.drafters.learned.drafter import Ask
-from outpace.drafters.learned.layouts import ParallelConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab, spans
 from outpace.drafters.learned.networks.layers import Attention, Layer, Norm, Rope, initialise
 from outpace.drafters.learned.networks.trees import grown

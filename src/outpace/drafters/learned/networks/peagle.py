@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from outpace.common.arrays import F32, I32
 from outpace.drafters.learned.checkpoint import Checkpoint
+from outpace.drafters.learned.config import EagleConfig
 from outpace.drafters.learned.drafter import Ask, Network
-from outpace.drafters.learned.layouts import EagleConfig
 from outpace.drafters.learned.networks.beside import Shared, Slab
 from outpace.drafters.learned.networks.eagle import EagleNetwork, attend
 from outpace.drafters.learned.networks.layers import Layer
