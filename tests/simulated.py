@@ -212,7 +212,7 @@ class Driven(Adaptive):
         chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
         self._step.begin(self.native, given, chunks)
         self._left, _ = self._step.propose()
-        return Sizes(*self._step.sizes)
+        return Sizes(*self._step.sizes[:3])
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""

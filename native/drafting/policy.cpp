@@ -34,7 +34,7 @@ void Policy::admit(int64_t row, const Kind& kind) {
     own.kind = kind;
     const Asking& asker = asking_[kind.drafter];
     own.value = asker.value;
-    if (kind.reads) own.read = 0.0;
+    if (kind.reads) own.start = own.read = 0.0;
     if (asker.dear()) own.rests = static_cast<int>(std::max(asker.rested - step_, int64_t{0}));
 }
 
@@ -66,7 +66,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
         step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
         step.floor = 0.0;
-        step.unread = false;
+        step.start = step.row->start, step.unread = false;
         step.draft.clear();
         if (step.row->first < 0) step.row->first = views[i].context;
         step.row->last = views[i].context;
@@ -153,11 +153,12 @@ void Policy::plan_levels() {
     for (size_t i = 0; i < count_; ++i) {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
-        const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        if (steps_[i].kind.reads && unread > kUnread) {
-            const auto [takes, may] = reading(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
-            steps_[i].unread = takes > may;
-            steps_[i].decision.one = takes, steps_[i].decision.two = may;
+        const double context = steps_[i].view.context;
+        const Row& row = *steps_[i].row;
+        if (steps_[i].kind.reads && context - row.read > kUnread) {
+            const Reading reading = this->reading(steps_[i].kind, row.start, row.read, context, context - row.first);
+            steps_[i].start = reading.start, steps_[i].unread = !reading.pays();
+            steps_[i].decision.one = reading.takes, steps_[i].decision.two = reading.may;
         }
         ++drafters[steps_[i].kind.drafter].rows;
     }

@@ -52,7 +52,7 @@ void Rows::plan(Policy* policy) {
     for (const Row* row : rows) {
         if (!policy_->knows(row->row, row->kind.request)) {
             policy_->admit(row->row, row->kind);
-            if (row->kind.reads) policy_->has_read(row->row, static_cast<double>(row->read));
+            if (row->kind.reads) policy_->has_read(row->row, static_cast<double>(row->start), static_cast<double>(row->read));
         }
         views_.push_back({row->row, row->adaptive, row->most, static_cast<double>(row->length - 1)});
     }
@@ -60,7 +60,8 @@ void Rows::plan(Policy* policy) {
     for (const PromptChunk& chunk : chunks) prefill += static_cast<int64_t>(chunk.count());
     policy_->plan(views_, prefill);
     for (size_t i = 0; i < rows.size(); ++i)
-        rows[i]->nodes = policy_->nodes(i), rows[i]->depth = policy_->levels(i), rows[i]->floor = policy_->floor(i);
+        rows[i]->nodes = policy_->nodes(i), rows[i]->depth = policy_->levels(i), rows[i]->floor = policy_->floor(i),
+        rows[i]->start = policy_->start(i);
 }
 
 bool Rows::computes() const {
@@ -100,7 +101,7 @@ void Rows::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = each.kind.rejection ? nullptr : &each.sampling;
         asked_.push_back({each.row, each.kind.request, each.prompt, each.tokens, each.length, each.nodes, stepwise ? each.depth : -1,
-            each.adaptive, sampling, &each.chooser.edits, each.floor});
+            each.adaptive, sampling, &each.chooser.edits, each.floor, false, each.start});
     }
     drafter.propose(asked_, drafted_);
     for (size_t j = 0; j < at.size(); ++j) {

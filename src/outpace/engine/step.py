@@ -179,12 +179,15 @@ def propose(step: Step) -> None:
     groups: dict[str, list[int]] = {}
     for i in left:
         groups.setdefault(decoding[i].drafter, []).append(i)
-    nodes, depths, floors = rows.sizes
+    nodes, depths, floors, starts = rows.sizes
     for name, where in groups.items():
         drafter = drafting.drafters[name]
         views = [drafting.view(decoding[i]) for i in where]
         if drafter.cost.levels is not None:
-            views = [view._replace(depth=depths[i], floor=floors[i]) for view, i in zip(views, where, strict=True)]
+            views = [
+                view._replace(depth=depths[i], floor=floors[i], start=starts[i])
+                for view, i in zip(views, where, strict=True)
+            ]
         try:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
             if not isinstance(drafts, Drafts):
@@ -436,18 +439,21 @@ def read_prompts(step: Step, body: float) -> None:
     piece by piece, so that no step waits for a whole prompt."""
     drafting, rows = step.core.drafting, step.core.rows
     found: dict[str, list[tuple[Sequence, int, int]]] = {}
+    new = {chunk.sequence.row: chunk.count for chunk in step.plan.chunks}
     for chunk in step.plan.chunks:
         sequence = chunk.sequence
         if sequence.row < 0 or sequence.native is None or not drafting.reads_prompts(sequence):
             continue
-        if rows.reads(sequence.native):
-            found.setdefault(sequence.drafter, []).append((sequence, chunk.start + chunk.count, chunk.count))
+        start, end = rows.reads(sequence.native), chunk.start + chunk.count
+        if 0 <= start < end:
+            found.setdefault(sequence.drafter, []).append((sequence, start, end))
     for name, beginnings in found.items():
         begun = time.perf_counter()
-        given = [(s.row, s.tokens[:n], new) for s, n, new in beginnings]
+        given = [(s.row, s.tokens[:end], new[s.row], start) for s, start, end in beginnings]
         read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or ()
         seconds = time.perf_counter() - begun
-        rows.has_read([(s.native, n) for s, n, _ in beginnings if s.native and s.row in read], seconds, body)
+        has = [(s.native, start, end) for s, start, end in beginnings if s.native and s.row in read]
+        rows.has_read(has, seconds, body)
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:

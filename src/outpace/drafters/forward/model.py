@@ -41,7 +41,7 @@ class ModelDrafter(ChainDrafter):
     def _begin(self, view: RowView) -> I32:
         """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
         where they are more than a forward takes, of which it has read the first now."""
-        unread = self._cache.begin(view.row, view.tokens)
+        unread = self._cache.begin(view.row, view.tokens, view.start)
         return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread)
 
     def _rated(
@@ -74,22 +74,21 @@ class ModelDrafter(ChainDrafter):
         longest = self.model.info.max_length
         if n == 0:
             return False
-        room = len(view.tokens) < longest and self._cache.length(view.row) + n <= longest
+        room = len(view.tokens) - self._cache.start(view.row) < longest and self._cache.length(view.row) + n <= longest
         return (
             room and int(view.tokens[-n:].max()) < self._own_vocab
         )  # else the target said what this model cannot read
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
         """Rows that lack more, that there is no memory for, or with tokens that the model lacks, are left to drafts."""
-        longest = self.model.info.max_length
         fit = [
-            (row, tokens)
-            for row, tokens, new in rows
-            if len(tokens) - self._cache.length(row) <= new + CATCH_UP
-            and len(tokens) <= longest
-            and tokens.max() < self._own_vocab
+            (row, tokens, start)
+            for row, tokens, new, start in rows
+            if len(tokens) - max(self._cache.start(row) + self._cache.length(row), start) <= new + CATCH_UP
+            and len(tokens) - start <= self.model.info.max_length
+            and tokens[start:].max() < self._own_vocab
         ]
-        return self._cache.read_beside([row for row, _ in fit], [tokens for _, tokens in fit])
+        return self._cache.read_beside(fit)
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)

@@ -62,6 +62,10 @@ class SyncedText:
         """Tokens that were read."""
         return self._read
 
+    def place(self, token: int) -> int:
+        """About where among ``ids`` the text of the token of that number is."""
+        return len(self.ids) - math.ceil(len(self.ids) * (1 - token / self._read)) if self._read else 0
+
     def read(self, tokens: I32) -> int:
         """Take in what is new in ``tokens`` int32 [n], the whole sequence; how many of the ids are as before."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -182,17 +186,17 @@ class TranslatedDrafter(ChainDrafter):
         row.request = view.request
         return row
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
         """Rows that lack more, or whose text the draft model has no room for, are left to drafts."""
-        found: list[tuple[int, I32]] = []
-        for number, tokens, new in rows:
+        found: list[tuple[int, I32, int]] = []
+        for number, tokens, new, start in rows:
             row = self._rows.setdefault(number, _Row(_UNNAMED, SyncedText(self._target, self._own)))
-            if row.text.count > len(tokens) or len(tokens) - row.text.count > new + CATCH_UP:
+            if row.text.count > len(tokens) or len(tokens) - max(row.text.count, start) > new + CATCH_UP:
                 continue
             row.text.read(tokens)
             if 0 < len(row.text.ids) <= self._cache.model.info.max_length - SLACK:
-                found.append((number, np.array(row.text.ids, np.int32)))
-        return self._cache.read_beside([number for number, _ in found], [ids for _, ids in found])
+                found.append((number, np.array(row.text.ids, np.int32), row.text.place(start)))
+        return self._cache.read_beside(found)
 
     def _rated(
         self,
@@ -211,7 +215,8 @@ class TranslatedDrafter(ChainDrafter):
         if len(row.text.ids) + row.size > room:
             row.text.shorten(room // 2)
         ids = np.array(row.text.ids, np.int32)
-        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids)) if len(ids) else ids
+        start = row.text.place(view.start)
+        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start)) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
