@@ -11,7 +11,8 @@ constexpr double kDrip = 0.004;                      // plain steps that the bud
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // plain steps over which the rate is averaged
 constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
-constexpr double kBlind = 13.0, kTail = 64.0;        // TODO
+constexpr double kBlind = 3.0;                       // share of what drafts save that is lost behind n tokens alone, times sqrt(n): measured
+constexpr double kTail = 64.0;                       // tokens of a prompt that are read, at least
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
@@ -129,10 +130,10 @@ Policy::Reading Policy::reading(const Kind& kind, double start, double read, dou
             token = asking.at(1).median() * costs_.among_many();
     }
     const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
-    // What drafts save falls by kBlind / n where they know but the last n tokens: so many are worth most.
-    const auto saved = [&](double n) { return left * saves * std::max(1.0 - kBlind / n + kBlind / end, 0.0); };
+    // Where drafts know but the last n tokens they save kBlind / sqrt(n) less, as a share: so many are worth most.
+    const auto saved = [&](double n) { return left * saves * std::max(1.0 - kBlind / std::sqrt(n) + kBlind / std::sqrt(end), 0.0); };
     const auto tail = [&](double n) { return std::min(std::max(std::floor(n), kTail), end); };
-    double n = tail(std::sqrt(left * saves * kBlind / token));
+    double n = tail(std::pow(left * saves * kBlind / (2.0 * token), 2.0 / 3.0));
     if (read > start && saved(end - start) - (end - read) * token >= saved(n) - n * token)
         return {start, (end - read) * token, saved(end - start)};
     if (reading_ < 0.0) return {end - n, n * token, 0.0};
