@@ -412,11 +412,12 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if entries:
             events = [event(step, i, n, s, states.get(i)) for i, n, s in entries]
             drafting.observe(name, [s for _, _, s in entries], events)
+    reading = 0.0
     if plan.chunks or drafting.policy is not None:
         spent = clock.so_far()
         draft, body = spent["draft"], spent["target"] + spent["verify"] + spent["other"]
         if plan.chunks:
-            read_prompts(step, body)
+            reading = read_prompts(step, body)
         if drafting.policy is not None:
             core.rows.learn(draft, body, 0.0 if step.output is None else step.output.experts)
     clock.start("other")
@@ -426,7 +427,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
             core.send(sequence)
     if core.scheduler.pace.bounded:
         tokens = sum(chunk.count for chunk in plan.chunks)
-        core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])
+        core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"] + reading)
     for chunk in plan.chunks:
         chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
         core.scheduler.save(chunk.sequence)
@@ -434,12 +435,12 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         core.on_step(record(step, ends, row_numbers, clock))
 
 
-def read_prompts(step: Step, body: float) -> None:
+def read_prompts(step: Step, body: float) -> float:
     """Draft models read the chunks of prompts that the target has just read, where drafts are expected to pay for it:
-    piece by piece, so that no step waits for a whole prompt."""
+    piece by piece, so that no step waits for a whole prompt. The seconds that it took."""
     drafting, rows = step.core.drafting, step.core.rows
     found: dict[str, list[tuple[Sequence, int, int]]] = {}
-    new = {chunk.sequence.row: chunk.count for chunk in step.plan.chunks}
+    spent, new = 0.0, {chunk.sequence.row: chunk.count for chunk in step.plan.chunks}
     for chunk in step.plan.chunks:
         sequence = chunk.sequence
         if sequence.row < 0 or sequence.native is None or not drafting.reads_prompts(sequence):
@@ -454,6 +455,8 @@ def read_prompts(step: Step, body: float) -> None:
         seconds = time.perf_counter() - begun
         has = [(s.native, start, end) for s, start, end in beginnings if s.native and s.row in read]
         rows.has_read(has, seconds, body)
+        spent += seconds
+    return spent
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:
