@@ -220,8 +220,8 @@ def summed_up(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, An
             "kept": longest <= GAP * DELAY,
         }  # fmt: skip
         print(
-            f"{name}: usually {1000 * usual:.1f} ms, beside the prompt at most {1000 * longest:.1f} ({1000 * waits[0]:.1f}"
-            f" to {1000 * waits[-1]:.1f}): {longest / DELAY:.2f} x prefill_delay, {longest / (usual + DELAY):.2f} x it "
+            f"{name}: usually {1000 * usual:.1f} ms, beside the prompt at most {1000 * longest:.1f} "
+            f"({1000 * waits[0]:.1f} to {1000 * waits[-1]:.1f}): {longest / DELAY:.2f} x prefill_delay, {longest / (usual + DELAY):.2f} x it "
             "and a usual step"
         )
     return found

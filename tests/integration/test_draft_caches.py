@@ -301,7 +301,7 @@ def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: T
     room for: whoever drafts, and with either driver."""
     rng = np.random.default_rng(5)
     common = rng.integers(0, 10, 260).tolist()
-    prompts = [common, common + [1, 2, 3], rng.integers(0, 10, 300).tolist(), [4, 5, 6]]
+    prompts = [common, [*common, 1, 2, 3], rng.integers(0, 10, 300).tolist(), [4, 5, 6]]
     params = SamplingParams(max_tokens=14, temperature=draws, ignore_eos=True, allowed_tokens=tuple(range(8)))
 
     def said(drafter: Any, resume: list[list[int]] | None = None) -> list[list[int]]:

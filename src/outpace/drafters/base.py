@@ -178,8 +178,8 @@ class Drafter:
 
     def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Sequence[int]:
         """``rows``: numbers, beginnings of prompts int32 [n], how many of these the target has just read, and
-        ``RowView.start``. What is read now, no draft has to. Called where ``cost.reads``, and drafts are expected to pay
-        for it. The rows that were read."""
+        ``RowView.start``. What is read now, no draft has to. Called where ``cost.reads``, and drafts are expected to
+        pay for it. The rows that were read."""
         return ()
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import DraftCost, DrafterNeeds, RowView
-from outpace.drafters.forward.chain import ChainDrafter, Rated
+from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.errors import Argument, DrafterError, ModelError
 from outpace.exact.drafts import Draft, Drafts
@@ -136,7 +136,7 @@ _UNNAMED = -1  # the request of a row whose prompt is read before anything is dr
 
 
 class TranslatedDrafter(ChainDrafter):
-    """Chains from a draft ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
+    """Drafts of a ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
 
     A row of the target's that takes more of the draft model's ids than it has positions is read from its middle on.
     """
@@ -173,11 +173,28 @@ class TranslatedDrafter(ChainDrafter):
         own = super().propose([view._replace(chooser=_GREEDY) for view in rows], sizes)
         drafts = [Draft() for _ in rows]
         for i, (view, draft) in enumerate(zip(rows, drafts, strict=True)):
-            written = own.row(i)
-            ids, ends = self._translated(view, written.tokens)
-            for token, end in zip(ids, ends, strict=True):
-                draft.add(token, len(draft) - 1, written.gains[end])
+            self._translate(view, own.row(i), draft)
         return replace(Drafts.of(drafts, (self.name,)), levels=own.levels)
+
+    def _translate(self, view: RowView, written: Draft, to: Draft) -> None:
+        """The chain of ``written`` in the target's ids; and beside it the first id that differs where a second choice
+        stands beside the chain's."""
+        chain: list[int] = []
+        for node, parent in enumerate(written.parents):  # what is chosen comes before what stands beside it
+            if parent == (chain[-1] if chain else -1):
+                chain.append(node)
+        beside = [node for node in range(len(written)) if node not in chain]
+        tokens = [written.tokens[node] for node in chain]
+        ids, ends = self._translated(view, tokens)
+        most = max(self._rows[view.row].size - len(beside), 1)
+        for token, end in zip(ids[:most], ends[:most], strict=True):
+            to.add(token, len(to) - 1, written.gains[chain[end]])
+        for node in beside:
+            level = chain.index(written.parents[node]) + 1 if written.parents[node] >= 0 else 0
+            other = self._translated(view, [*tokens[:level], written.tokens[node]])[0]
+            same = next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+            if same < min(len(other), most) and other[same] not in (to.tokens[n] for n in to.children(same - 1)):
+                to.add(other[same], same - 1, written.gains[node])
 
     def _row(self, view: RowView) -> _Row:
         row = self._rows.get(view.row)
@@ -198,17 +215,6 @@ class TranslatedDrafter(ChainDrafter):
                 found.append((number, np.array(row.text.ids, np.int32), row.text.place(start)))
         return self._cache.read_beside(found)
 
-    def _rated(
-        self,
-        output: Output,
-        last: I32,
-        rows: Sequence[RowView],
-        choosers: Sequence[Chooser],
-        tokens: Sequence[int | None],
-    ) -> list[Rated]:
-        chosen = np.array([0 if token is None else token for token in tokens], np.int32)
-        return [Rated(math.exp(its.logprob)) for its in output.logprobs(last, chosen, [0] * len(rows))]
-
     def _begin(self, view: RowView) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
         row.text.read(view.tokens)
@@ -227,9 +233,11 @@ class TranslatedDrafter(ChainDrafter):
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
         return self._cache.feed(rows, tokens)
 
-    def _enough(self, view: RowView, drafted: I32) -> bool:
-        tokens = drafted.tolist()
-        return not self._own.of(tokens[-1]) or len(self._translated(view, tokens)[0]) >= self._rows[view.row].size
+    def _enough(self, view: RowView, drafted: Sequence[int]) -> bool:
+        return not self._own.of(drafted[-1]) or len(self._translated(view, drafted)[0]) >= self._rows[view.row].size
+
+    def _may_stand(self, token: int) -> bool:
+        return bool(self._own.of(token))
 
     def _translated(self, view: RowView, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
         """The target's ids of the text that the draft model's ids ``drafted`` stand for; and which of these each ends
