@@ -50,9 +50,14 @@ void Policy::release(int64_t row) {
 // -- before drafting --------------------------------------------------------------------------------------------------
 
 void Policy::plan(const std::vector<View>& views, int64_t prefill) {
+    count_ = views.size();
+    if (!count_) {
+        work_ = static_cast<double>(prefill) * costs_.among_many();
+        reading_ = std::min(reading_ + kReading * work_, kMostReading);
+        return;
+    }
     chances_.tick();
     ++step_;
-    count_ = views.size();
     steps_.resize(std::max(steps_.size(), count_));
     fixed_ = verified_ = 0;
     for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = asking.chosen = asking.deep = 0;
@@ -78,10 +83,9 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
     }
-    if (count_) costs_.turn(static_cast<int>(count_), cached, prefill);
-    work_ = count_ ? 1.0 + costs_.prompts() : static_cast<double>(prefill) * costs_.among_many();
+    costs_.turn(static_cast<int>(count_), cached, prefill);
+    work_ = 1.0 + costs_.prompts();
     reading_ = std::min(reading_ + kReading * work_, kMostReading);
-    if (!count_) return;
     longest_ = count_ > 1 || prefill ? stretch_ : HUGE_VAL;
     Why none = Why::Fixed;
     if (any) none = !fixed && costs_.wants_plain(advantage_) ? Why::Plain : !fits(1, 0.0) ? Why::Long : none;

@@ -47,6 +47,8 @@ void Rows::plan(Policy* policy) {
         row->nodes = row->depth = row->most;
         row->floor = 0.0;
     }
+    // Where prompts alone are read, so that time counts, and what drafters read beside them.
+    if (rows.empty()) planned_ = std::any_of(chunks.begin(), chunks.end(), [](const PromptChunk& chunk) { return chunk.row->drafts; });
     if (!this->policy()) return;
     views_.clear();
     for (const Row* row : rows) {
@@ -154,11 +156,11 @@ void Rows::keep(size_t i, const std::vector<int32_t>& nodes) {
 }
 
 void Rows::trim() {
-    if (!policy()) return;
+    if (!policy() || rows.empty()) return;
     std::vector<const Draft*> drafts;
     bool drawn = false;
     for (const Row* row : rows) drafts.push_back(&row->proposed), drawn = drawn || row->drawn;
-    if (!rows.empty()) drafting(0);
+    drafting(0);
     planned().trim(drafts, drawn);
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
@@ -283,7 +285,7 @@ std::vector<std::pair<int, std::string>> Rows::settle(Model& model) const {
 // -- what became final ------------------------------------------------------------------------------------------------
 
 void Rows::learn(double draft, double body, double experts) {
-    if (!policy()) return;
+    if (!policy() || rows.empty()) return;
     std::vector<const std::vector<int32_t>*> paths;
     for (const Row* each : rows) paths.push_back(&each->verdict.path);
     planned().learn(paths, {draft, body}, experts);
