@@ -123,7 +123,8 @@ public:
             tokens += std::max(end - std::max(row->row.read, start), int64_t{0});
             row->row.start = start, row->row.read = end;
         }
-        if (Policy* policy = rows().policy(); policy && !read.empty()) policy->time_reading(std::get<0>(read[0])->row.kind, tokens, seconds, body);
+        if (Policy* policy = rows().policy(); policy && !read.empty())
+            policy->time_reading(std::get<0>(read[0])->row.kind, tokens, seconds, body);
     }
 
     TupleOf<ListOf<int>, ListOf<TupleOf<std::vector<int>, nb::str>>> propose() {
@@ -413,9 +414,11 @@ void bind_step_rows(nb::module_& m) {
             "native: the row's native drafter, which drafts for it where `natively`; drafts: whether any does. reads: it reads hidden "
             "states; ruled: rules may edit a draft; watched: the caller looks at the row's logits; levels, nodes, trims, reads_prompts: "
             "see DraftCost; limit: the most tokens of it.")
-        .def("reads", &BoundRows::reads, "row"_a, "From which token on its drafter had better read its prompt, for what drafts are expected to save; -1: not at all.")
+        .def("reads", &BoundRows::reads, "row"_a,
+            "From which token on its drafter had better read its prompt, for what drafts are expected to save; -1: not at all.")
         .def("has_read", &BoundRows::has_read, "read"_a, "seconds"_a, "body"_a,
-            "Rows of one drafter, and which positions it has read of each, from the one to the other; what that took, and all else of the step.")
+            "Rows of one drafter, and which positions it has read of each, from the one to the other; what that took, and all else of the "
+            "step.")
         .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a,
             "A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that are known here "
             "(None: not all that must be) and whether others can test a token; chunks (row, its tokens, where it begins, how many, whether "

@@ -130,8 +130,8 @@ ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     row.fed.resize(known);
     const int depth = asked.floor > 0.0 ? std::min(asked.size, kLevels) : asked.depth();
     const size_t end = row.start + known;
-    return {&asked, &tree, &row, asked.tokens + end, asked.n - end,
-        {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}, static_cast<size_t>(depth)};
+    return {&asked, &tree, &row, asked.tokens + end, asked.n - end, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()},
+        static_cast<size_t>(depth)};
 }
 
 // Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'

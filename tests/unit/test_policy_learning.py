@@ -164,6 +164,5 @@ def test_behind_long_prompts_short_answers_gain_and_nothing_loses(kind: str, ans
             whole += took + reading + PROMPT * LONG
             drafted += took
             plainly += answer * TARGET.width(1)
-    print(kind, answer, plainly / drafted, (plainly + 72 * PROMPT * LONG) / whole)
     assert plainly / drafted > decoding
-    assert (plainly + 72 * PROMPT * LONG) / whole > 0.98
+    assert (plainly + 72 * PROMPT * LONG) / whole > (1.0 if decoding > 1 else 0.99)

@@ -267,7 +267,7 @@ def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most() -> Non
     ):
         found = prompt - begin(row(number, prompt, answer), prompt)
         n = np.arange(64, prompt + 1)
-        worth = answer * saves * (1 - 3 / np.sqrt(n) + 3 / np.sqrt(prompt)) - n * token
+        worth = answer * saves * (1 - 4 / np.sqrt(n) + 4 / np.sqrt(prompt)) - n * token
         assert found == pytest.approx(int(n[worth.argmax()]), abs=1)
         assert (found == prompt) == (prompt == 90)
     whole, begun, late = (row(number, 2000, 48) for number in (10, 11, 12))
