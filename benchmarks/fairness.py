@@ -219,10 +219,10 @@ def summed_up(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, An
             "rounds": each, "usual": usual, "longest": longest, "delay": DELAY, "over_delay": longest / DELAY,
             "kept": longest <= GAP * DELAY,
         }  # fmt: skip
+        times = " to ".join(f"{1000 * wait:.1f}" for wait in (waits[0], waits[-1]))
         print(
-            f"{name}: usually {1000 * usual:.1f} ms, beside the prompt at most {1000 * longest:.1f} "
-            f"({1000 * waits[0]:.1f} to {1000 * waits[-1]:.1f}): {longest / DELAY:.2f} x prefill_delay, {longest / (usual + DELAY):.2f} x it "
-            "and a usual step"
+            f"{name}: usually {1000 * usual:.1f} ms, beside the prompt at most {1000 * longest:.1f} ({times}): "
+            f"{longest / DELAY:.2f} x prefill_delay, {longest / (usual + DELAY):.2f} x it and a usual step"
         )
     return found
 
