@@ -1,10 +1,15 @@
-"""How long one API key's chat of one token takes beside a flood of another's.
+"""How long one API key's chat of one token takes beside a flood of another's, and rows beside a long prompt.
 
     python -m benchmarks fairness                    # every load, in turn, each between times of the chat alone
+    python -m benchmarks fairness --loads --gaps 3000 --model FILE -d none -d model:demo
 
 Two keys ask one ``outpace serve``. The chat beside a load may take three times what it takes alone, and one step: the
 time between two tokens of a stream of the flood. Of each the 90th percentile counts. The flood is a process of its own,
 so its connections close when it ends.
+
+``--gaps N``: an engine with the server's ``prefill_delay`` and ``step_stretch``, in which four rows decode, gets a
+prompt of N tokens; of each round the longest time between two tokens of a row counts until the prompt has its first
+one. It may be twice ``prefill_delay``. Drafters take turns round by round, and every round has another prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attack import GRAMMARS
-from benchmarks.figures import Measuring, add_json, emit
+from benchmarks.figures import Measuring, add_json, at_least_one, emit
 from benchmarks.servers import OURS, started
+from outpace import Engine, SamplingParams
+from outpace.engine.intake import load_engines
 
 KEYS = ("key-of-the-flood", "key-of-the-other")
 TIMES = 3  # what the chat may take beside a load, over what it takes alone, before a step is added
@@ -156,16 +163,93 @@ def high(times: Sequence[float]) -> float:
     return sorted(times)[len(times) * 9 // 10] if times else 0.0
 
 
+ROWS, SETTLED, DELAY, STRETCH = 4, 40, 0.05, 2.0  # rows that decode; tokens that they have before the prompt comes
+GAP = 2.0  # what a row may wait between two tokens, in prefill delays
+
+
+def beside(engine: Engine, number: int, length: int) -> dict[str, Any]:
+    """A round: seconds between two tokens of rows that decode, alone (the median) and beside a prompt."""
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    rows = [engine.add(f"Write story {number + i}, a long one.", params) for i in range(ROWS)]
+    last, tokens = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
+    gaps: tuple[list[float], list[float]] = [], []
+    long: int | None = None
+    while long is None or long in last:
+        if long is None and min(tokens.values()) >= SETTLED:
+            text = _WORDS.format(number) * length
+            long = engine.add(engine.encode(text)[:length], params.with_(max_tokens=200), reuse_prefix=False)
+            last[long] = 0.0
+        for delta in engine.step():
+            now = time.perf_counter()
+            if delta.request == long:
+                del last[long]
+                break
+            if tokens[delta.request] >= SETTLED // 2:
+                gaps[long is not None].append(now - last[delta.request])
+            last[delta.request] = now
+            tokens[delta.request] += len(delta.token_ids)
+    for request in (*rows, long):
+        engine.cancel(request)
+    while not engine.idle:
+        engine.step()
+    return {"usual": statistics.median(gaps[0]), "longest": max(gaps[1]), "steps": len(gaps[1]) // ROWS}
+
+
+def take_turns(given: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]]) -> None:
+    """Rounds of ``beside`` by drafter, as they come."""
+    names = given.drafter or ["none", "auto"]
+    options = {"prefill_delay": DELAY, "step_stretch": STRETCH, "prefix_rows": 0, "threads": given.threads}
+    engines = load_engines(Engine, given.model, names, options)
+    try:
+        for number in range(given.rounds):
+            for name, engine in list(zip(names, engines, strict=True))[:: -1 if number % 2 else 1]:
+                rounds.setdefault(name, []).append(beside(engine, ROWS * number, given.gaps))
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def summed_up(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What a drafter's rounds come to; prints it."""
+    found = {}
+    for name, each in rounds.items():
+        waits = sorted(one["longest"] for one in each)
+        usual, longest = statistics.median(one["usual"] for one in each), statistics.median(waits)
+        found[name] = {
+            "rounds": each, "usual": usual, "longest": longest, "delay": DELAY, "over_delay": longest / DELAY,
+            "kept": longest <= GAP * DELAY,
+        }  # fmt: skip
+        times = " to ".join(f"{1000 * wait:.1f}" for wait in (waits[0], waits[-1]))
+        print(
+            f"{name}: usually {1000 * usual:.1f} ms, beside the prompt at most {1000 * longest:.1f} ({times}): "
+            f"{longest / DELAY:.2f} x prefill_delay, {longest / (usual + DELAY):.2f} x it and a usual step"
+        )
+    return found
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--gaps", type=at_least_one, metavar="TOKENS", help="rows beside a prompt of so many, too")
+    parser.add_argument("--model", "-m", default="demo", help="of --gaps")
+    parser.add_argument("--drafter", "-d", action="append", help="of --gaps; repeatable (none, then auto)")
+    parser.add_argument("--rounds", type=at_least_one, default=6, help="of --gaps")
+    parser.add_argument("--threads", type=int, help="of --gaps")
     parser.add_argument("--chats", type=int, default=30, help="timed alone, and beside each load")
     parser.add_argument("--log", type=Path, default=Path("fairness.log"), help="where the server's log goes")
     add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
-    """1 where the chat beside a load is above the bound."""
+    """1 where the chat beside a load, or a gap, is above its bound."""
     found = list[dict[str, Any]]()
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    with Measuring() as turns:
+        if given.gaps is not None:
+            take_turns(given, rounds)
+    between = summed_up(rounds)
+    if not given.loads or turns.stopped:
+        emit(given, {"gaps": between})
+        return turns.end(0 if all(each["kept"] for each in between.values()) else 1)
     with (
         started(f"env OUTPACE_API_KEYS={','.join(KEYS)} {OURS}", given.log, KEYS[1]) as server,
         Measuring() as measuring,
@@ -175,12 +259,12 @@ def run(given: argparse.Namespace) -> int:
             found.append(measured(port, load, given.chats))
             print("  ".join(f"{name} {1000 * value:.1f} ms" if name in _TIMES else f"{name} {value}"
                             for name, value in found[-1].items()), flush=True)  # fmt: skip
-            emit(given, {"loads": found}, partial=True)
-    emit(given, {"loads": found})
+            emit(given, {"loads": found, "gaps": between}, partial=True)
+    emit(given, {"loads": found, "gaps": between})
     for each in found:
         if not each["kept"]:
             print(f"FAILED: beside {each['load']} the chat took {each['beside']:.3f} s", file=sys.stderr)
-    return measuring.end(0 if all(each["kept"] for each in found) else 1)
+    return measuring.end(0 if all(each["kept"] for each in [*found, *between.values()]) else 1)
 
 
 _TIMES = ("alone", "beside", "median", "worst", "step", "bound")

@@ -192,16 +192,29 @@ class Driven(Adaptive):
         self._rows: dict[int, tuple[RowView, _native.Row]] = {}
         self._tokens = np.zeros(100_001, np.int32)
         self._left: list[int] = []  # rows that were to draft
+        self.prompts: dict[int, int] = {}  # tokens, by row; else 1
 
     def _row(self, v: RowView) -> _native.Row:
         known = self._rows.get(v.row)
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
-                v.row, v.request, 1, v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
+                v.row, v.request, self.prompts.get(v.row, 1),
+                v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
                 chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
+
+    def read(self, v: RowView, at: int, count: int, token: float, body: float) -> tuple[int, int]:
+        """A step of the next ``count`` tokens of the row's prompt alone, which takes ``body`` seconds. From where on
+        its drafter reads (-1: not), and how many of these tokens it has read, in ``token`` seconds each."""
+        row, end = self._row(v), at + count
+        self._step.begin(self.native, [], [(row, self._tokens, at, count, False)])
+        start = self._step.reads(row)
+        new = end - max(at, start) if 0 <= start < end else 0
+        if new:
+            self._step.has_read([(row, start, end)], token * new, body)
+        return start, new
 
     def plan(self, rows: Sequence[RowView], most: Sequence[int], contexts: Sequence[float], prefill: int = 0) -> Sizes:
         """``contexts``: cached positions of each row; ``prefill``: tokens of prompts beside them."""
@@ -212,7 +225,8 @@ class Driven(Adaptive):
         chunks = [(given[0][0], self._tokens, 0, prefill, False)] if prefill else []
         self._step.begin(self.native, given, chunks)
         self._left, _ = self._step.propose()
-        return Sizes(*self._step.sizes)
+        *sizes, self.starts = self._step.sizes
+        return Sizes(*sizes)
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""

@@ -68,14 +68,14 @@ struct HeldDatastore {
 // lookups, most depth (-1: as many as nodes), the floor, whether the policy chooses, whether it samples under rejection, and
 // its chooser with its rules (None: greedy).
 using Plain = TupleOf<int, int, int, I32, int>;
-using Full = TupleOf<int, int, int, I32, int, int, double, bool, bool, std::optional<Named>>;
+using Full = TupleOf<int, int, int, I32, int, int, double, bool, bool, int, std::optional<Named>>;
 
 class AskedRows {
 public:
     explicit AskedRows(const nb::sequence& rows) {
         for (const nb::handle row : rows) {
             const nb::tuple each = nb::borrow<nb::tuple>(row);
-            if (each.size() != 5 && each.size() != 10) throw std::invalid_argument("a row has 5 or 10 fields");
+            if (each.size() != 5 && each.size() != 11) throw std::invalid_argument("a row has 5 or 11 fields");
             const IntView& view = tokens_.emplace_back(nb::handle(each[3]).ptr());
             asked.push_back({nb::cast<int64_t>(each[0]), nb::cast<int64_t>(each[1]), nb::cast<int64_t>(each[2]), view.data(),
                 static_cast<size_t>(view.size()), nb::cast<int>(each[4])});
@@ -84,7 +84,8 @@ public:
             Asked& full = asked.back();
             full.levels = nb::cast<int>(each[5]), full.floor = nb::cast<double>(each[6]);
             full.adaptive = nb::cast<bool>(each[7]), full.drawn = nb::cast<bool>(each[8]);
-            const nb::object chooser = each[9];
+            full.start = nb::cast<int64_t>(each[9]);
+            const nb::object chooser = each[10];
             if (chooser.is_none()) continue;
             full.sampling = &samplings_.emplace_back(sampling_of(nb::cast<Named>(chooser)));
             full.edits = &edits_.emplace_back(edits_of(nb::cast<nb::list>(chooser["rules"])));
@@ -203,8 +204,11 @@ void bind_draft_model(nb::module_& m) {
         if (found == x.rows.end()) throw nb::key_error(std::to_string(row).c_str());
         return numpy(std::vector<int32_t>(found->second.fed), {found->second.fed.size()});
     }, "row"_a)
-        .def("put", [](DraftRows& x, int64_t row, int cached, const Ints& tokens) { x.rows[row] = {cached, copied(tokens)}; }, "row"_a,
-            "cached"_a, "tokens"_a)
+        .def("start", [](const DraftRows& x, int64_t row) { return x.rows.count(row) ? x.rows.at(row).start : 0; }, "row"_a,
+            "The first of its tokens that were fed.")
+        .def("put",
+            [](DraftRows& x, int64_t row, int cached, const Ints& tokens, size_t start) { x.rows[row] = {cached, copied(tokens), start}; },
+            "row"_a, "cached"_a, "tokens"_a, "start"_a = 0)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
     nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter", "See native/drafting/draft_model.h.")
         .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int>(), "model"_a, "rows"_a, "vocab"_a, "max_length"_a,

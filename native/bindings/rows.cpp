@@ -108,15 +108,23 @@ public:
         rows_.plan(policy.is_none() ? nullptr : nb::cast<Policy*>(policy));
     }
 
-    // Whether a row's drafter had better read its prompt; and what it has read, in how long, beside the step's other work.
-    bool reads(const BoundRow& row) {
+    // From where on a row's drafter had better read its prompt; and what it has read, in how long, beside the step's other work.
+    int64_t reads(const BoundRow& bound) {
         const Policy* policy = rows().given();
-        return !row.row.adaptive || !policy || policy->reads(row.row.kind, row.row.read, row.row.kind.prompt - row.row.read);
+        const Row& row = bound.row;
+        if (!row.adaptive || !policy) return 0;
+        const double end = static_cast<double>(row.prompt);
+        const Policy::Reading found = policy->reading(row.kind, static_cast<double>(row.start), static_cast<double>(row.read), end, 0.0);
+        return found.pays() ? static_cast<int64_t>(found.start) : -1;
     }
-    void has_read(const std::vector<std::pair<BoundRow*, int64_t>>& read, double seconds, double body) {
+    void has_read(const std::vector<std::tuple<BoundRow*, int64_t, int64_t>>& read, double seconds, double body) {
         int64_t tokens = 0;
-        for (const auto& [row, positions] : read) tokens += std::max(positions - row->row.read, int64_t{0}), row->row.read = positions;
-        if (Policy* policy = rows().policy(); policy && !read.empty()) policy->time_reading(read[0].first->row.kind, tokens, seconds, body);
+        for (const auto& [row, start, end] : read) {
+            tokens += std::max(end - std::max(row->row.read, start), int64_t{0});
+            row->row.start = start, row->row.read = end;
+        }
+        if (Policy* policy = rows().policy(); policy && !read.empty())
+            policy->time_reading(std::get<0>(read[0])->row.kind, tokens, seconds, body);
     }
 
     TupleOf<ListOf<int>, ListOf<TupleOf<std::vector<int>, nb::str>>> propose() {
@@ -190,10 +198,11 @@ public:
         views_.clear(), held_.clear();
     }
 
-    TupleOf<ListOf<int>, ListOf<int>, ListOf<double>> sizes() const {
-        nb::list nodes, depths, floors;
-        for (const Row* row : rows().rows) nodes.append(row->nodes), depths.append(row->depth), floors.append(row->floor);
-        return nb::make_tuple(nodes, depths, floors);
+    TupleOf<ListOf<int>, ListOf<int>, ListOf<double>, ListOf<int>> sizes() const {
+        nb::list nodes, depths, floors, starts;
+        for (const Row* row : rows().rows)
+            nodes.append(row->nodes), depths.append(row->depth), floors.append(row->floor), starts.append(row->start);
+        return nb::make_tuple(nodes, depths, floors, starts);
     }
 
     void put(const std::vector<size_t>& where, const DraftsOf& drafts) {
@@ -405,9 +414,11 @@ void bind_step_rows(nb::module_& m) {
             "native: the row's native drafter, which drafts for it where `natively`; drafts: whether any does. reads: it reads hidden "
             "states; ruled: rules may edit a draft; watched: the caller looks at the row's logits; levels, nodes, trims, reads_prompts: "
             "see DraftCost; limit: the most tokens of it.")
-        .def("reads", &BoundRows::reads, "row"_a, "Whether its drafter had better read its prompt, for what drafts are expected to save.")
+        .def("reads", &BoundRows::reads, "row"_a,
+            "From which token on its drafter had better read its prompt, for what drafts are expected to save; -1: not at all.")
         .def("has_read", &BoundRows::has_read, "read"_a, "seconds"_a, "body"_a,
-            "Rows of one drafter, and how many positions it has read of each; what that took, and all else of the step.")
+            "Rows of one drafter, and which positions it has read of each, from the one to the other; what that took, and all else of the "
+            "step.")
         .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a,
             "A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that are known here "
             "(None: not all that must be) and whether others can test a token; chunks (row, its tokens, where it begins, how many, whether "
@@ -427,7 +438,7 @@ void bind_step_rows(nb::module_& m) {
         .def_prop_ro("paths", &BoundRows::paths,
             "Of rows with drafts: number in the step and in the cache, where its slots begin, slots of the path, whether those are the "
             "first, and whether others follow.")
-        .def_prop_ro("sizes", &BoundRows::sizes, "Nodes to ask for, levels to draft and floors, by row.")
+        .def_prop_ro("sizes", &BoundRows::sizes, "Nodes to ask for, levels to draft, floors, and where drafters that read begin, by row.")
         .def_prop_ro("batch", &BoundRows::batch, "token, row, position, parent, starts and wanted of the packed Batch.")
         .def_prop_ro("starts", [](BoundRows& x) { return ints(x.rows().starts); })
         .def_prop_ro("hidden_layers", [](BoundRows& x) { return TuplesOf<int>(nb::cast(x.rows().hidden_layers())); },

@@ -37,7 +37,7 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& t
     read_behind(chains);
     for (size_t depth = 0;; ++depth) {
         const auto done = [&](const Chain& chain) {
-            return chain.depth <= depth || chain.grown < depth || chain.asked->n >= max_length_ ||
+            return chain.depth <= depth || chain.grown < depth || chain.asked->n - chain.row->start >= max_length_ ||
                    chain.row->fed.size() + chain.left > max_length_;
         };
         chains.erase(std::remove_if(chains.begin(), chains.end(), done), chains.end());
@@ -112,21 +112,26 @@ void ModelDrafter::read_behind(std::vector<Chain>& chains) {
     }
 }
 
-// Rolls the row back to what it has in common with the committed tokens; the last one is always to be fed.
+// Rolls the row back to what it has in common with the committed tokens, of which the last one is always to be fed. A row that
+// lacks tokens before `asked.start` is read from there on: at positions of its own, since a draft is a guess.
 ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     std::lock_guard<std::mutex> lock(model_->lock());
     KV& kv = model_->kv();
     auto found = rows_->rows.find(asked.row);
-    if (found == rows_->rows.end()) found = rows_->rows.emplace(asked.row, DraftRows::Row{kv.alloc(), {}}).first;
+    if (found == rows_->rows.end()) found = rows_->rows.emplace(asked.row, DraftRows::Row{kv.alloc(), {}, 0}).first;
     DraftRows::Row& row = found->second;
-    const size_t most = std::min({row.fed.size(), asked.n - 1, static_cast<size_t>(kv.length(row.cached))});
-    size_t known = static_cast<size_t>(std::mismatch(asked.tokens, asked.tokens + most, row.fed.begin()).first - asked.tokens);
+    const size_t last = asked.n - 1, held = std::min(row.fed.size(), static_cast<size_t>(kv.length(row.cached)));
+    const int32_t* own = asked.tokens + std::min(row.start, last);
+    size_t known = static_cast<size_t>(std::mismatch(own, std::min(own + held, asked.tokens + last), row.fed.begin()).first - own);
     known = static_cast<size_t>(kv.reachable(row.cached, static_cast<int>(known)));
+    const size_t start = std::min(static_cast<size_t>(asked.start), last);
+    if (!known || row.start + known < start) row.start = start, known = 0;
     kv.truncate(row.cached, static_cast<int>(known));
     row.fed.resize(known);
     const int depth = asked.floor > 0.0 ? std::min(asked.size, kLevels) : asked.depth();
-    return {&asked, &tree, &row, asked.tokens + known, asked.n - known,
-        {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()}, static_cast<size_t>(depth)};
+    const size_t end = row.start + known;
+    return {&asked, &tree, &row, asked.tokens + end, asked.n - end, {sampling_of(asked), asked.edits ? *asked.edits : std::vector<Edit>()},
+        static_cast<size_t>(depth)};
 }
 
 // Logits after each row's last token, for those rows that there is memory for, from the first on; null: for none. The others'

@@ -17,7 +17,8 @@ namespace outpace {
 struct DraftRows {  // by the target's row
     struct Row {
         int cached;                // the draft model's row
-        std::vector<int32_t> fed;  // tokens that its cache holds, one a position
+        std::vector<int32_t> fed;  // tokens that its cache holds, one a position,
+        size_t start = 0;          // of which the first is this one of the target's row
     };
     std::map<int64_t, Row> rows;
 };

@@ -24,6 +24,7 @@ struct Asked {  // a row that is to be drafted for
     // Where it is not 0, a drafter that knows the chances of paths stops where all are less, and else goes on beyond `levels`.
     double floor = 0.0;
     bool drawn = false;  // it samples under rejection: how much is drafted may not depend on what is drawn
+    int64_t start = 0;   // a drafter that would have to read tokens before this one reads from here on instead
 
     int depth() const { return levels < 0 ? size : std::min(size, levels); }  // most levels of a draft
 };

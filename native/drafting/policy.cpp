@@ -34,7 +34,7 @@ void Policy::admit(int64_t row, const Kind& kind) {
     own.kind = kind;
     const Asking& asker = asking_[kind.drafter];
     own.value = asker.value;
-    if (kind.reads) own.read = 0.0;
+    if (kind.reads) own.start = own.read = 0.0;
     if (asker.dear()) own.rests = static_cast<int>(std::max(asker.rested - step_, int64_t{0}));
 }
 
@@ -50,9 +50,14 @@ void Policy::release(int64_t row) {
 // -- before drafting --------------------------------------------------------------------------------------------------
 
 void Policy::plan(const std::vector<View>& views, int64_t prefill) {
+    count_ = views.size();
+    if (!count_) {
+        work_ = static_cast<double>(prefill) * costs_.among_many();
+        reading_ = std::min(reading_ + kReading * work_, kMostReading);
+        return;
+    }
     chances_.tick();
     ++step_;
-    count_ = views.size();
     steps_.resize(std::max(steps_.size(), count_));
     fixed_ = verified_ = 0;
     for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = asking.chosen = asking.deep = 0;
@@ -66,7 +71,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
         step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
         step.floor = 0.0;
-        step.unread = false;
+        step.start = step.row->start, step.unread = false;
         step.draft.clear();
         if (step.row->first < 0) step.row->first = views[i].context;
         step.row->last = views[i].context;
@@ -78,10 +83,9 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         fixed = fixed || step.nodes;
         any = any || (views[i].adaptive && views[i].most);
     }
-    if (count_) costs_.turn(static_cast<int>(count_), cached, prefill);
-    work_ = count_ ? 1.0 + costs_.prompts() : static_cast<double>(prefill) * costs_.among_many();
+    costs_.turn(static_cast<int>(count_), cached, prefill);
+    work_ = 1.0 + costs_.prompts();
     reading_ = std::min(reading_ + kReading * work_, kMostReading);
-    if (!count_) return;
     longest_ = count_ > 1 || prefill ? stretch_ : HUGE_VAL;
     Why none = Why::Fixed;
     if (any) none = !fixed && costs_.wants_plain(advantage_) ? Why::Plain : !fits(1, 0.0) ? Why::Long : none;
@@ -153,11 +157,12 @@ void Policy::plan_levels() {
     for (size_t i = 0; i < count_; ++i) {
         if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
         rows.push_back(i);
-        const double context = steps_[i].view.context, unread = context - steps_[i].row->read;
-        if (steps_[i].kind.reads && unread > kUnread) {
-            const auto [takes, may] = reading(steps_[i].kind, steps_[i].row->read, unread, context - steps_[i].row->first);
-            steps_[i].unread = takes > may;
-            steps_[i].decision.one = takes, steps_[i].decision.two = may;
+        const double context = steps_[i].view.context;
+        const Row& row = *steps_[i].row;
+        if (steps_[i].kind.reads && context - row.read > kUnread) {
+            const Reading reading = this->reading(steps_[i].kind, row.start, row.read, context, context - row.first);
+            steps_[i].start = reading.start, steps_[i].unread = !reading.pays();
+            steps_[i].decision.one = reading.takes, steps_[i].decision.two = reading.may;
         }
         ++drafters[steps_[i].kind.drafter].rows;
     }

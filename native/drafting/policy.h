@@ -4,6 +4,7 @@
 // it is spent nothing is drafted, whatever is expected.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -57,14 +58,14 @@ public:
 
     bool knows(int64_t row, int64_t request) const;
     void admit(int64_t row, const Kind& kind);
-    // Whether a drafter that `reads`, and has read so many tokens of a row that has said `said`, had better read so many more,
-    // for what drafts then save: plain steps that it takes, and that it may take.
-    std::pair<double, double> reading(const Kind& kind, double read, double unread, double said) const;
-    bool reads(const Kind& kind, double read, double unread) const {
-        const auto [takes, may] = reading(kind, read, unread, 0.0);
-        return takes <= may;
-    }
-    void has_read(int64_t row, double positions);
+    struct Reading {  // of a row's tokens, from `start` to the last: plain steps that it takes, and that it may take
+        double start, takes, may;
+        bool pays() const { return takes <= may; }
+    };
+    // What a drafter that `reads`, and has read [start, read) of a row that has said `said`, had better have read of its `end`
+    // tokens, for what drafts then save: all, or from the middle on.
+    Reading reading(const Kind& kind, double start, double read, double end, double said) const;
+    void has_read(int64_t row, double start, double read);
     // It read so many tokens beside the step under way, whose other work took `body` seconds.
     void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);
 
@@ -74,6 +75,7 @@ public:
     int nodes(size_t i) const { return steps_[i].nodes; }
     int levels(size_t i) const { return steps_[i].levels; }
     double floor(size_t i) const { return steps_[i].floor; }
+    int64_t start(size_t i) const { return static_cast<int64_t>(std::max(steps_[i].start, 0.0)); }  // of what its drafter reads
 
     // `drafts`: of all rows. `drawn`: nodes carry q. Afterwards `kept` are the nodes to verify, ascending, with their parents.
     void trim(const std::vector<const Draft*>& drafts, bool drawn);
@@ -102,7 +104,7 @@ private:
         double value = 0.0;            // plain steps that asking saves, lately
         int rests = 0;                 // steps before its drafter is asked again
         bool drawn = false;            // its nodes are sampled, and may not be dropped
-        double read = -HUGE_VAL;       // positions that its network has read
+        double start = -HUGE_VAL, read = -HUGE_VAL;  // positions that its network has read, from the one to the other
         double first = -1.0, last = 0.0;  // positions in its first step and in its last one
     };
     struct Whole {  // drafts that are verified whole, of one drafter and kind of sampling: decayed sums
@@ -136,7 +138,8 @@ private:
         Row* row;  // null: released
         Kind kind;
         int nodes, levels, planned;  // planned: levels that were allowed
-        bool unread;                 // what it would have to read first is too much for what is left of the answer
+        double start;                // of what its drafter reads
+        bool unread;                 // which is too much for what is left of the answer
         double floor;  // of a path's chance, for another level
         bool whole;  // its draft is verified whole, or not at all
         std::vector<Node> draft;

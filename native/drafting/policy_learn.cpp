@@ -11,6 +11,8 @@ constexpr double kDrip = 0.004;                      // plain steps that the bud
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // plain steps over which the rate is averaged
 constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
+constexpr double kBlind = 4.0;                       // share of what drafts save that is lost behind n tokens alone, times sqrt(n)
+constexpr double kTail = 64.0;                       // tokens of a prompt that are read, at least
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
 constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
@@ -108,16 +110,15 @@ void Policy::read() {
         const Step& step = steps_[i];
         if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;
         Asking& asking = asking_[step.kind.drafter];
-        const double unread = step.view.context - step.row->read;
+        const double read = std::max(step.row->read, step.start), unread = step.view.context - read;
         const double now = step.levels > 0 ? unread : std::min(unread, kPiece);
-        step.row->read += now;
-        if (step.levels > 0) step.row->read = step.view.context;
+        step.row->start = step.start, step.row->read = step.levels > 0 ? step.view.context : read + now;
         asking.behind |= unread > kUnread;
         if (step.kind.reads && now > kUnread) asking.unread += now;
     }
 }
 
-std::pair<double, double> Policy::reading(const Kind& kind, double read, double unread, double said) const {
+Policy::Reading Policy::reading(const Kind& kind, double start, double read, double end, double said) const {
     const auto found = asking_.find(kind.drafter);
     double token = kLevel * costs_.among_many(), saves = kSaves;
     if (found != asking_.end()) {
@@ -129,13 +130,20 @@ std::pair<double, double> Policy::reading(const Kind& kind, double read, double 
             token = asking.at(1).median() * costs_.among_many();
     }
     const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
-    const double may = read > 0.0 ? left * saves : reading_ >= 0.0 ? std::max(left * saves, reading_) : 0.0;
-    return {unread * token, may};
+    // Where drafts know but the last n tokens they save kBlind / sqrt(n) less, as a share: so many are worth most.
+    const auto saved = [&](double n) { return left * saves * std::max(1.0 - kBlind / std::sqrt(n) + kBlind / std::sqrt(end), 0.0); };
+    const auto tail = [&](double n) { return std::min(std::max(std::floor(n), kTail), end); };
+    double n = tail(std::pow(left * saves * kBlind / (2.0 * token), 2.0 / 3.0));
+    if (read > start && saved(end - start) - (end - read) * token >= saved(n) - n * token)
+        return {start, (end - read) * token, saved(end - start)};
+    if (reading_ < 0.0) return {end - n, n * token, 0.0};
+    if (saved(n) < n * token) n = tail(reading_ / token);  // what the budget covers, to learn
+    return {end - n, n * token, std::max(saved(n), reading_)};
 }
 
-void Policy::has_read(int64_t row, double positions) {
+void Policy::has_read(int64_t row, double start, double read) {
     const auto found = rows_.find(row);
-    if (found != rows_.end()) found->second.read = std::max(found->second.read, positions);
+    if (found != rows_.end()) found->second.start = start, found->second.read = read;
 }
 
 void Policy::time_reading(const Kind& kind, int64_t tokens, double seconds, double body) {

@@ -47,12 +47,14 @@ void Rows::plan(Policy* policy) {
         row->nodes = row->depth = row->most;
         row->floor = 0.0;
     }
+    // Where prompts alone are read, so that time counts, and what drafters read beside them.
+    if (rows.empty()) planned_ = std::any_of(chunks.begin(), chunks.end(), [](const PromptChunk& chunk) { return chunk.row->drafts; });
     if (!this->policy()) return;
     views_.clear();
     for (const Row* row : rows) {
         if (!policy_->knows(row->row, row->kind.request)) {
             policy_->admit(row->row, row->kind);
-            if (row->kind.reads) policy_->has_read(row->row, static_cast<double>(row->read));
+            if (row->kind.reads) policy_->has_read(row->row, static_cast<double>(row->start), static_cast<double>(row->read));
         }
         views_.push_back({row->row, row->adaptive, row->most, static_cast<double>(row->length - 1)});
     }
@@ -60,7 +62,8 @@ void Rows::plan(Policy* policy) {
     for (const PromptChunk& chunk : chunks) prefill += static_cast<int64_t>(chunk.count());
     policy_->plan(views_, prefill);
     for (size_t i = 0; i < rows.size(); ++i)
-        rows[i]->nodes = policy_->nodes(i), rows[i]->depth = policy_->levels(i), rows[i]->floor = policy_->floor(i);
+        rows[i]->nodes = policy_->nodes(i), rows[i]->depth = policy_->levels(i), rows[i]->floor = policy_->floor(i),
+        rows[i]->start = policy_->start(i);
 }
 
 bool Rows::computes() const {
@@ -100,7 +103,7 @@ void Rows::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = each.kind.rejection ? nullptr : &each.sampling;
         asked_.push_back({each.row, each.kind.request, each.prompt, each.tokens, each.length, each.nodes, stepwise ? each.depth : -1,
-            each.adaptive, sampling, &each.chooser.edits, each.floor});
+            each.adaptive, sampling, &each.chooser.edits, each.floor, false, each.start});
     }
     drafter.propose(asked_, drafted_);
     for (size_t j = 0; j < at.size(); ++j) {
@@ -153,11 +156,11 @@ void Rows::keep(size_t i, const std::vector<int32_t>& nodes) {
 }
 
 void Rows::trim() {
-    if (!policy()) return;
+    if (!policy() || rows.empty()) return;
     std::vector<const Draft*> drafts;
     bool drawn = false;
     for (const Row* row : rows) drafts.push_back(&row->proposed), drawn = drawn || row->drawn;
-    if (!rows.empty()) drafting(0);
+    drafting(0);
     planned().trim(drafts, drawn);
     for (size_t i = 0; i < rows.size(); ++i) {
         const std::vector<int>& nodes = policy_->kept(i);
@@ -282,7 +285,7 @@ std::vector<std::pair<int, std::string>> Rows::settle(Model& model) const {
 // -- what became final ------------------------------------------------------------------------------------------------
 
 void Rows::learn(double draft, double body, double experts) {
-    if (!policy()) return;
+    if (!policy() || rows.empty()) return;
     std::vector<const std::vector<int32_t>*> paths;
     for (const Row* each : rows) paths.push_back(&each->verdict.path);
     planned().learn(paths, {draft, body}, experts);

@@ -36,7 +36,7 @@ struct Row {
     bool watched;            // Python wants a look at its logits
     Sampling sampling;       // `index` aside
     Policy::Kind kind;
-    int64_t read = 0;  // positions that its drafter has read beside the prompt's forwards
+    int64_t start = 0, read = 0;  // positions that its drafter has read beside the prompt's forwards; and from where on it reads
 
     const int32_t* tokens = nullptr;  // committed; the last one is pending. Null between two steps
     size_t length = 0;

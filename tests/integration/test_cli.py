@@ -346,6 +346,7 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
     code, out, _ = outpace(capsys, *args, "--all-turns", "--json", out_file, "--plot", tmp_path / "out.svg")
     assert code == 0
     assert "tokens/step" in out
+    assert "end to end over none's: ngram:size=3" in out
     value = json.loads(out_file.read_text())
     assert {"model", "backend", "dtype", "threads", "max_tokens", "temperature", "configs", "runs"} <= set(value)
     plain, ngram = value["configs"]
@@ -354,7 +355,7 @@ def test_bench_writes_what_it_says(capsys: pytest.CaptureFixture[str], prompts: 
     assert set(ngram["by_category"]) == {"copy", "prose"}
     fields = (
         "prompts identical tokens decode_tokens_per_second end_to_end_tokens_per_second tokens_per_step "
-        "acceptance_rate speedup"
+        "acceptance_rate speedup end_to_end_speedup"
     )
     for figures in (ngram, ngram["by_category"]["copy"]):
         assert set(fields.split()) <= set(figures)

@@ -264,26 +264,114 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
 
 
 @pytest.mark.parametrize("composed", [False, True])
-def test_prompts_are_read_beside_the_target_s_and_only_for_answers_that_pay_for_it(tiny: Tiny, composed: bool) -> None:
-    """No step reads more than the target's own chunk or one piece, a short answer's prompt is not read at all, and
-    what is said is said plainly, too."""
-    prompt = np.random.default_rng(3).integers(0, 10, 1400).tolist()
-    said: dict[tuple[bool, int], list[int]] = {}
-    for drafts in (False, True):
-        for most in (4, 150):
+def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for(tiny: Tiny, composed: bool) -> None:
+    """No step reads more than the target's own chunk or one piece, the longer an answer is the further back, a short
+    prompt whole, and what is said is said plainly, too."""
+    rng, read = np.random.default_rng(3), {}
+    prompts = {n: rng.integers(0, 10, n).tolist() for n in (1400, 90)}
+    for length, most in ((1400, 10), (1400, 40), (1400, 150), (90, 150)):
+        said, lengths, starts = [], [0], [0]
+        for drafts in (False, True):
             target, model = tiny.load("F32", sizes=SIZES | {"layers": 3}), tiny.load("F32", sizes=SIZES | {"layers": 2})
             own = ModelDrafter(model, "model", VOCAB)
             drafter = ComposedDrafter([NgramDrafter(), own]) if composed else own
-            lengths: list[int] = [0]
-            options: Any = {"cost": Cost.guess(), "prefill_chunk": 200}
+
+            def note(_: Any, own: Any = own, lengths: list[int] = lengths, starts: list[int] = starts) -> None:
+                lengths.append(own._cache.length(0))
+                starts.append(own._cache.start(0))
+
             with Engine(
-                target, ToyTokenizer(), drafter=drafter if drafts else NoDrafter(), **options,
-                on_step=lambda _, own=own, to=lengths: to.append(own._cache.length(0)),
+                target, ToyTokenizer(), drafter=drafter if drafts else NoDrafter(), cost=Cost.guess(),
+                prefill_chunk=200, on_step=note if drafts else None,
             ) as engine:  # fmt: skip
-                result = engine.generate(prompt, SamplingParams(max_tokens=most, ignore_eos=True))
-            said[drafts, most] = list(result.token_ids)
-            if drafts:
-                assert max(np.diff(lengths)) <= 200 + 8
-                assert (lengths[7] >= 1400 - 1) == (most == 150)
-    assert said[True, 4] == said[False, 4]
-    assert said[True, 150] == said[False, 150]
+                result = engine.generate(prompts[length], SamplingParams(max_tokens=most, ignore_eos=True))
+            said.append(list(result.token_ids))
+        assert said[0] == said[1]
+        assert max(np.diff(lengths)) <= 200 + 8
+        chunks = -(-(length - 1) // 200)
+        assert starts[chunks] + lengths[chunks] == length - 1
+        read[length, most] = lengths[chunks]
+    assert 60 < read[1400, 10] < read[1400, 40] < read[1400, 150] < 700
+    assert read[90, 150] == 89
+
+
+@pytest.mark.parametrize("draws", [0.0, 0.9])
+def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: Tiny, draws: float) -> None:
+    """Several samples of a prompt, prompts that begin alike, answers that are taken up again, more rows than there is
+    room for: whoever drafts, and with either driver."""
+    rng = np.random.default_rng(5)
+    common = rng.integers(0, 10, 260).tolist()
+    prompts = [common, [*common, 1, 2, 3], rng.integers(0, 10, 300).tolist(), [4, 5, 6]]
+    params = SamplingParams(max_tokens=14, temperature=draws, ignore_eos=True, allowed_tokens=tuple(range(8)))
+
+    def said(drafter: Any, resume: list[list[int]] | None = None) -> list[list[int]]:
+        target = tiny.load("F32", sizes=SIZES | {"layers": 3})
+        with Engine(
+            target, ToyTokenizer(), drafter=drafter, cost=Cost.guess(), max_rows=3, prefill_chunk=50, prefix_rows=2
+        ) as engine:
+            for i, prompt in enumerate(prompts):
+                engine.add(prompt, params.with_(seed=i, n=1 if resume else 2), resume=resume[2 * i] if resume else None)
+            found = {}
+            while not engine.idle:
+                for delta in engine.step():
+                    if delta.result is not None:
+                        found[delta.request, delta.sample] = list(delta.result.token_ids)
+            engine.check()
+        return [found[key] for key in sorted(found)]
+
+    plain = said(NoDrafter())
+    for native in (True, False):
+        drafter = ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2}), "model", VOCAB)
+        if not native:
+            drafter.native = None
+        starts: set[int] = set()
+
+        def read(rows: Any, read: Any = drafter._cache.read, starts: set[int] = starts) -> None:
+            starts.update(start for _, start in rows.values())
+            read(rows)
+
+        drafter._cache.read = read  # type: ignore[method-assign]
+        assert said(drafter) == plain
+        assert max(starts) > 100
+        again = ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2}), "model", VOCAB)
+        assert said(again, [tokens[:5] for tokens in plain]) == plain[::2]
+
+
+def test_a_row_from_the_middle_on_is_one_that_begins_there(tiny: Tiny) -> None:
+    """Natively and in Python: rolled back, forked, read anew from elsewhere where its tokens have changed, and never
+    where it lacks nothing; it may be longer than the draft model's positions."""
+    sizes = SIZES | {"layers": 2}
+
+    def models() -> list[ModelDrafter]:
+        made = [ModelDrafter(tiny.load("F32", sizes=sizes), "model", VOCAB) for _ in range(2)]
+        made[1].native = None
+        return made
+
+    def drafted(own: ModelDrafter, row: int, tokens: list[int], start: int) -> list[int]:
+        drafter = ComposedDrafter([NgramDrafter(60, 61), own])  # which asks C++
+        return drafter.propose([view(row, tokens)._replace(start=start)], np.array([4], np.int32)).row(0).tokens
+
+    rng = np.random.default_rng(8)
+    text = rng.integers(0, 10, 400).tolist()
+    other = [*text[:350], *rng.integers(0, 10, 50).tolist()]
+    for own, fresh in zip(models(), models(), strict=True):
+        cache = own._cache
+        for number, (tokens, start, begins) in enumerate((
+            (text[:380], 300, 300),  # a tail
+            (text[:390], 300, 300),  # goes on
+            (text[:390], 0, 300),  # it lacks nothing but what was before it
+            (text[:370], 300, 300),  # rolled back
+            (other, 300, 300),  # and again, where the text has changed
+            (text[:200], 0, 0),  # nothing is left of it: all
+            (text[:210], 150, 0),  # goes on, since it has what is before that, too
+            (text, 350, 350),  # which it does not here
+        )):  # fmt: skip
+            assert drafted(own, 0, tokens, start) == drafted(fresh, number + 1, tokens, begins)
+            assert (cache.start(0), cache.length(0) >= len(tokens) - begins) == (begins, True)
+        own.fork(0, 100, 380)
+        assert (cache.start(100), cache.length(100)) == (350, 30)
+        own.fork(0, 101, 340)
+        assert cache.length(101) == 0
+        for row in (100, 101):
+            assert drafted(own, row, other, 320) == drafted(fresh, 50 + row, other, 350 if row == 100 else 320)
+        own.check([0, 100, 101])

@@ -11,15 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import card, forward, paired, prove, scale, scores, serving
+from benchmarks import card, fairness, forward, paired, prove, scale, scores, serving
 from benchmarks.__main__ import call
 from benchmarks.paired import PHASES
+from outpace.common.arrays import I32
+from outpace.engine.engine import Engine
 from outpace.measure.report import read
 from outpace.measure.same import Difference
 from outpace.models.families import FAMILIES
 from outpace.params import SamplingParams
+from tests.toy import ToyModel, ToyTokenizer
 
 
 def test_benchmarks_are_listed_and_run_by_name() -> None:
@@ -201,3 +205,18 @@ def test_kinds_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     for name, same, _, asked, accepted, reused in lines:
         assert same == asked, name
         assert min(int(asked) - 31, int(accepted), int(reused)) > 0, name
+
+
+def test_rows_beside_a_prompt_are_timed_while_it_is_read() -> None:
+    """Its steps alone, whatever they take: 60 tokens in chunks of 8; and the engine is as it was."""
+
+    class Spelling(ToyTokenizer):
+        def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> I32:
+            return np.array([ord(c) % 11 for c in text], np.int32)
+
+    with Engine(ToyModel(seed=1, max_length=4096), Spelling(), prefill_chunk=8, prefix_rows=0) as engine:
+        for number in (0, 4):
+            found = fairness.beside(engine, number, 60)
+            assert found["steps"] in (8, 9)
+            assert 0 < found["usual"] <= found["longest"]
+            engine.check()

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace import _native
 from outpace.control.adaptive import AUTO_SIZE
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, RowView
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
+from outpace.models.native.output import describe
 from tests.simulated import (
     CPU,
     DEAR,
@@ -240,3 +242,38 @@ def test_seconds_that_no_clock_gives_do_no_harm() -> None:
         policy.trim(chains([3], [0.5]))
         policy.learn(verdicts([0]), SECONDS[0], body)
     assert run(policy, Machine(CPU), [text(1)]).speedup > 0.9
+
+
+def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most() -> None:
+    """By trying every number of tokens; short prompts whole, nothing new once the budget is spent, what was begun to
+    its end."""
+    cost = Cost((1, 2, 4, 8, 16, 32, 64), (28e-3, 29e-3, 32e-3, 41e-3, 66e-3, 125e-3, 240e-3))
+    policy, step, tokens = Driven(cost), _native.Rows(16, [], "target"), np.zeros(5001, np.int32)
+    token, saves = 0.15 * 240 / 64 / 28, 0.3
+
+    def row(number: int, prompt: int, answer: int) -> _native.Row:
+        v = view(number)
+        return step.row(
+            number, number, prompt, True, "net", None, (), False, True, False, False, "coupled", False,
+            describe(v.chooser, []), "net", True, True, True, prompt + answer,
+        )  # fmt: skip
+
+    def begin(one: _native.Row, prompt: int) -> int:
+        step.begin(policy.native, [], [(one, tokens, 0, prompt - 1, False)])
+        return step.reads(one)
+
+    for number, (prompt, answer) in enumerate(
+        [(2000, 16), (2000, 48), (2000, 200), (5000, 200), (90, 200), (400, 256)]
+    ):
+        found = prompt - begin(row(number, prompt, answer), prompt)
+        n = np.arange(64, prompt + 1)
+        worth = answer * saves * (1 - 4 / np.sqrt(n) + 4 / np.sqrt(prompt)) - n * token
+        assert found == pytest.approx(int(n[worth.argmax()]), abs=1)
+        assert (found == prompt) == (prompt == 90)
+    whole, begun, late = (row(number, 2000, 48) for number in (10, 11, 12))
+    start = begin(begun, 2000)
+    step.has_read([(begun, start, start + 100)], 60.0, 1.0)  # more than the budget
+    assert step.reads(begun) == start
+    assert begin(late, 2000) == -1
+    step.has_read([(whole, 0, 1900)], 0.0, 1.0)
+    assert begin(whole, 2000) == 0

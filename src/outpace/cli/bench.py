@@ -142,7 +142,7 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
 
     ``promised``: whether identical tokens were (not under rejection, unless greedy).
     """
-    from outpace.measure.bench import about_loops, doubt, written
+    from outpace.measure.bench import about_loops, about_whole, doubt, written
     from outpace.measure.same import Difference
 
     configs = value["configs"]
@@ -165,6 +165,7 @@ def show(value: dict[str, Any], *, promised: bool) -> None:
     notes = [
         f"decode, end-to-end, bars: tokens/s; speedup: decode over {first}'s; in brackets and -|-: 95 % over prompts",
         f"{first} against {first}, as a control: {written(control)}; 1.00x would be a machine of constant speed",
+        *about_whole(configs),
         *about_loops(configs),
     ]
     if any(cells[-2].endswith(_MOVED) for cells in rows):

@@ -78,8 +78,9 @@ class RowView(NamedTuple):
     ``chooser``: of the next output token: parameters, noise, rules and their state. ``acceptance``: how its drafts are
     verified. ``adaptive``: the policy chooses how much is drafted, not the request. ``depth``: levels that a stepwise
     drafter may draft (None: as many as nodes); ``floor``: where it is not 0, EAGLE stops by it instead, where no path's
-    chance is as large. ``drafter``: the name of the one that the request chose ("none": it
-    decodes plainly), and its ``cost``.
+    chance is as large. ``start``: a drafter that reads all of a row's tokens, and would have
+    to read some before this one, reads from here on instead. ``drafter``: the name of the one that the request chose
+    ("none": it decodes plainly), and its ``cost``.
     """
 
     row: int
@@ -91,6 +92,7 @@ class RowView(NamedTuple):
     adaptive: bool = False
     depth: int | None = None
     floor: float = 0.0
+    start: int = 0
     drafter: str = ""
     cost: DraftCost = DraftCost()
 
@@ -174,10 +176,10 @@ class Drafter:
     def observe(self, events: Sequence[Event]) -> None:
         """Learn from ``events``: called after every prefill chunk and every verdict."""
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> Sequence[int]:
-        """``rows``: numbers, beginnings of prompts int32 [n], and how many of these the target has just read. What is
-        read now, no draft has to. Called where ``cost.reads``, and drafts are expected to pay for it. The rows that
-        were read."""
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Sequence[int]:
+        """``rows``: numbers, beginnings of prompts int32 [n], how many of these the target has just read, and
+        ``RowView.start``. What is read now, no draft has to. Called where ``cost.reads``, and drafts are expected to
+        pay for it. The rows that were read."""
         return ()
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:

@@ -171,7 +171,7 @@ class ComposedDrafter(Drafter):
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return event._replace(hidden_states=states, verdict=verdict)
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> Sequence[int]:
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Sequence[int]:
         read = [set(part.read_prompts(rows)) for part in self.parts if part.cost.reads]
         return sorted(set.intersection(*read)) if read else ()
 
@@ -236,4 +236,5 @@ def _asked(view: RowView, size: int, drawn: bool) -> tuple[Any, ...]:
     chooser = None if draws_now(view) else describe(view.chooser, known_edits(view.chooser) or [])
     depth = -1 if view.depth is None else view.depth
     prompt = len(view.tokens) - view.chooser.index
-    return view.row, view.request, prompt, view.tokens, size, depth, view.floor, view.adaptive, drawn, chooser
+    given = view.row, view.request, prompt, view.tokens, size, depth, view.floor, view.adaptive, drawn
+    return *given, view.start, chooser

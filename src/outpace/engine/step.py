@@ -179,12 +179,15 @@ def propose(step: Step) -> None:
     groups: dict[str, list[int]] = {}
     for i in left:
         groups.setdefault(decoding[i].drafter, []).append(i)
-    nodes, depths, floors = rows.sizes
+    nodes, depths, floors, starts = rows.sizes
     for name, where in groups.items():
         drafter = drafting.drafters[name]
         views = [drafting.view(decoding[i]) for i in where]
         if drafter.cost.levels is not None:
-            views = [view._replace(depth=depths[i], floor=floors[i]) for view, i in zip(views, where, strict=True)]
+            views = [
+                view._replace(depth=depths[i], floor=floors[i], start=starts[i])
+                for view, i in zip(views, where, strict=True)
+            ]
         try:
             drafts = drafter.propose(views, np.array([nodes[i] for i in where], np.int32))
             if not isinstance(drafts, Drafts):
@@ -409,11 +412,12 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         if entries:
             events = [event(step, i, n, s, states.get(i)) for i, n, s in entries]
             drafting.observe(name, [s for _, _, s in entries], events)
+    reading = 0.0
     if plan.chunks or drafting.policy is not None:
         spent = clock.so_far()
         draft, body = spent["draft"], spent["target"] + spent["verify"] + spent["other"]
         if plan.chunks:
-            read_prompts(step, body)
+            reading = read_prompts(step, body)
         if drafting.policy is not None:
             core.rows.learn(draft, body, 0.0 if step.output is None else step.output.experts)
     clock.start("other")
@@ -423,7 +427,7 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
             core.send(sequence)
     if core.scheduler.pace.bounded:
         tokens = sum(chunk.count for chunk in plan.chunks)
-        core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"])
+        core.scheduler.pace.learn(tokens, bool(plan.decoding), clock.so_far()["target"] + reading)
     for chunk in plan.chunks:
         chunk.sequence.stats.prefill_seconds += sum(clock.so_far().values())
         core.scheduler.save(chunk.sequence)
@@ -431,23 +435,28 @@ def tell(step: Step, ends: list[Extension], states: dict[int, HiddenStates], clo
         core.on_step(record(step, ends, row_numbers, clock))
 
 
-def read_prompts(step: Step, body: float) -> None:
+def read_prompts(step: Step, body: float) -> float:
     """Draft models read the chunks of prompts that the target has just read, where drafts are expected to pay for it:
-    piece by piece, so that no step waits for a whole prompt."""
+    piece by piece, so that no step waits for a whole prompt. The seconds that it took."""
     drafting, rows = step.core.drafting, step.core.rows
     found: dict[str, list[tuple[Sequence, int, int]]] = {}
+    spent, new = 0.0, {chunk.sequence.row: chunk.count for chunk in step.plan.chunks}
     for chunk in step.plan.chunks:
         sequence = chunk.sequence
         if sequence.row < 0 or sequence.native is None or not drafting.reads_prompts(sequence):
             continue
-        if rows.reads(sequence.native):
-            found.setdefault(sequence.drafter, []).append((sequence, chunk.start + chunk.count, chunk.count))
+        start, end = rows.reads(sequence.native), chunk.start + chunk.count
+        if 0 <= start < end:
+            found.setdefault(sequence.drafter, []).append((sequence, start, end))
     for name, beginnings in found.items():
         begun = time.perf_counter()
-        given = [(s.row, s.tokens[:n], new) for s, n, new in beginnings]
+        given = [(s.row, s.tokens[:end], new[s.row], start) for s, start, end in beginnings]
         read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or ()
         seconds = time.perf_counter() - begun
-        rows.has_read([(s.native, n) for s, n, _ in beginnings if s.native and s.row in read], seconds, body)
+        has = [(s.native, start, end) for s, start, end in beginnings if s.native and s.row in read]
+        rows.has_read(has, seconds, body)
+        spent += seconds
+    return spent
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:

@@ -167,6 +167,7 @@ class Bench:
         first = [run for run in chosen if run.configuration == self.configurations[0].name]
         stats, base = (pooled(run.result.stats for run in runs) for runs in (own, first))
         ratio = speedup([run.result.stats for run in first], [run.result.stats for run in own])
+        whole = [[(run.result.stats.tokens, run.seconds) for run in runs] for runs in (first, own)]
         seconds = sum(run.seconds for run in own)
         joules = [run.joules for run in own if run.joules is not None]
         return {
@@ -183,6 +184,7 @@ class Bench:
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": stats.acceptance_by_position,
             "speedup": ratio,
+            "end_to_end_speedup": paired(*whole),
             "moved": (ratio["ratio"] or 0.0) * base.tokens_per_step > stats.tokens_per_step,
         }
 
@@ -192,8 +194,12 @@ def speedup(before: Sequence[Stats], after: Sequence[Stats]) -> dict[str, float 
 
     None where either has no speed: answers of one delta alone.
     """
-    pairs = [(s.tokens - s.first_delta_tokens, s.decode_seconds) for runs in (before, after) for s in runs]
-    work = np.array(pairs, np.float64).reshape(2, len(before), 2)
+    return paired(*([(s.tokens - s.first_delta_tokens, s.decode_seconds) for s in runs] for runs in (before, after)))
+
+
+def paired(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+    """As ``speedup``, of answers' tokens and seconds."""
+    work = np.array([*before, *after], np.float64).reshape(2, len(before), 2)
     picks = np.random.default_rng(0).integers(0, max(len(before), 1), (_RESAMPLES, len(before)))
 
     def ratios(sums: F64) -> F64:  # of tokens and seconds [2, ..., 2]
@@ -224,6 +230,12 @@ def written(ratio: Mapping[str, float | None]) -> str:
         return "-"
     spread = f" ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
     return f"{ratio['ratio']:.2f}x{spread}"
+
+
+def about_whole(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of ``Bench.report``: speeds of whole answers, the reading of their prompts included, over the first's."""
+    for entry in configs[1:]:
+        yield f"end to end over {configs[0]['name']}'s: {entry['name']} {written(entry['end_to_end_speedup'])}"
 
 
 def about_loops(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -43,7 +43,7 @@ class ChainDrafter(Drafter):
     """
 
     needs = DrafterNeeds(draws=True)
-    rates = False  # whether ``_rated`` says anything
+    rates = False  # whether it says how likely its tokens are
 
     def __init__(self, name: str, vocab: int, own_vocab: int) -> None:
         self.name = name
@@ -68,14 +68,18 @@ class ChainDrafter(Drafter):
     def _no_room(self, view: RowView) -> None:
         """The row drafts no further in this step, since memory is short: give back what it has, if it is ours."""
 
-    def _enough(self, view: RowView, drafted: I32) -> bool:
-        """Whether the row's draft int32 [n >= 1] ends here, whatever its size."""
+    def _enough(self, view: RowView, drafted: Sequence[int]) -> bool:
+        """Whether the row's chain, of at least one token, ends here, whatever its size."""
         return False
 
     def _deepest(self, view: RowView, size: int) -> int:
         """Most levels of the row's draft of ``size`` nodes."""
         most = size if view.depth is None else min(size, view.depth)
         return min(size, DEEPEST) if self.rates and most and view.floor else most
+
+    def _may_stand(self, token: int) -> bool:
+        """Whether ``token`` may be drafted beside a first choice."""
+        return token < self._vocab
 
     def _rated(
         self,
@@ -85,8 +89,26 @@ class ChainDrafter(Drafter):
         choosers: Sequence[Chooser],
         tokens: Sequence[int | None],
     ) -> list[Rated]:
-        """Of each row's choice among ``tokens`` [n], from the logits after ``last`` [n]: what is known of it."""
-        return [UNRATED] * len(tokens)
+        """Of each row's choice among ``tokens`` [n], from the logits after ``last`` [n]: what is known of it. Under
+        noise, which the target shares, the choice itself may be unlikely: how sure the model is of anything says
+        more."""
+        if not self.rates:
+            return [UNRATED] * len(tokens)
+        chosen = np.array([0 if token is None else token for token in tokens], np.int32)
+        found = output.logprobs(last, chosen, [2] * len(rows))
+        rated = []
+        for view, chooser, token, its in zip(rows, choosers, tokens, found, strict=True):
+            if token is None or draws_now(view):
+                rated.append(UNRATED)
+                continue
+            greedy = chooser.params.greedy
+            sure = Rated(math.exp(its.logprob if greedy else its.top[0].logprob))
+            if view.adaptive and greedy and not chooser.rules:
+                other = its.top[its.top[0].token == token] if len(its.top) > 1 else None
+                if other is not None and self._may_stand(other.token):
+                    sure = sure._replace(rival=other.token, near=math.exp(other.logprob))
+            rated.append(sure)
+        return rated
 
     def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
         deepest = [self._deepest(view, size) for view, size in zip(rows, sizes.tolist(), strict=True)]
@@ -101,7 +123,7 @@ class ChainDrafter(Drafter):
         for depth in range(w):
             active = [i for i in active if deepest[i] > depth == grown[i] and self._fits(rows[i], len(feed[i]))]
             if depth:
-                active = [i for i in active if not self._enough(rows[i], np.array(drafts[i].tokens, np.int32))]
+                active = [i for i in active if not self._enough(rows[i], chain(drafts[i], ends[i]))]
             if not active:
                 break
             found = self._fed(rows, active, feed)
@@ -183,3 +205,8 @@ class ChainDrafter(Drafter):
         padded = np.full((n, self._vocab), -np.inf, np.float32)
         padded[:, :own] = logits
         return padded
+
+
+def chain(draft: Draft, end: int) -> list[int]:
+    """Tokens down to the node ``end``."""
+    return [draft.tokens[node] for node in draft.path(end)]

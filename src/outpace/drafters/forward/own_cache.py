@@ -1,4 +1,4 @@
-"""A draft model's KV cache, in step with the target's rows.
+"""A draft model's KV cache, in step with the target's rows, or with their ends.
 
 What the draft model's cache holds is compared with what it should hold before every draft, so it is in step after any
 verdict, including full acceptance, whoever drafted the tokens, and after a call that was interrupted.
@@ -6,7 +6,7 @@ verdict, including full acceptance, whoever drafted the tokens, and after a call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,10 @@ class OwnCache:
         self.model = model
         self._rows = _fast.native.DraftRows()
 
-    def begin(self, row: int, tokens: I32) -> I32:
+    def begin(self, row: int, tokens: I32, start: int = 0) -> I32:
         """Roll the row back to what it has in common with ``tokens`` int32 [n >= 1]; those that its KV lacks, at least
-        the last one."""
-        self._ensure(row)
-        known = min(self._known(row, tokens), len(tokens) - 1)
-        known = self.model.kv.reachable(self._rows.cached()[row], known)
-        self.truncate(row, known)
-        return np.array(tokens[known:], np.int32)
+        the last one. A row that lacks some before ``start`` gets those from there on alone."""
+        return self._unread(row, tokens, start, len(tokens) - 1)
 
     def catch_up(self, row: int, tokens: I32, unread: I32) -> I32:
         """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than a forward takes. Then
@@ -50,27 +46,28 @@ class OwnCache:
         if len(unread) <= CATCH_UP:
             return unread
         try:
-            self.read([row], [tokens[: len(tokens) - len(unread) + CATCH_UP]])
+            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self.start(row))})
         except MemoryLimitError:
             self.release(row)
         return np.zeros(0, np.int32)
 
-    def read_beside(self, rows: Sequence[int], tokens: Sequence[I32]) -> list[int]:
-        """As ``read``; the rows that there was memory for, from the first on. The others are released."""
-        left = list(zip(rows, tokens, strict=True))
+    def read_beside(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+        """Read the tokens of some rows from a start on, as ``begin`` has them; the rows that there was memory for, from
+        the first on. The others are released."""
+        left = list(rows)
         while left:
             try:
-                self.read([row for row, _ in left], [wanted for _, wanted in left])
+                self.read({row: (tokens, start) for row, tokens, start in left})
                 break
             except MemoryLimitError:
                 self.release(left.pop()[0])
-        return [row for row, _ in left]
+        return [row for row, _, _ in left]
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first n positions of the row."""
         cached = self._rows.cached()[row]
         self.model.kv.truncate(cached, n)
-        self._rows.put(row, cached, self._rows.tokens(row)[:n])
+        self._rows.put(row, cached, self._rows.tokens(row)[:n], self._rows.start(row))
 
     def feed(self, rows: Sequence[int], tokens: Sequence[I32]) -> tuple[Output, I32]:
         """Run new tokens of some rows, each at least one; the output, and the packed index of each row's last token.
@@ -92,15 +89,10 @@ class OwnCache:
             raise
         return output, batch.starts[1:] - 1
 
-    def read(self, rows: Sequence[int], tokens: Sequence[I32]) -> None:
-        """Make the rows' KV that of ``tokens[b]`` int32 [n_b], of which each row may have a beginning. What is new
-        goes through at most ``CATCH_UP`` tokens a row and forward. Raises MemoryLimitError."""
-        left: dict[int, I32] = {}
-        for row, wanted in zip(rows, tokens, strict=True):
-            self._ensure(row)
-            known = self._known(row, wanted)
-            self.truncate(row, known)
-            left[row] = wanted[known:]
+    def read(self, rows: Mapping[int, tuple[I32, int]]) -> None:
+        """Make each row's KV that of its tokens int32 [n] from a start on, of which it may have a beginning. What is
+        new goes through at most ``CATCH_UP`` tokens a row and forward. Raises MemoryLimitError."""
+        left = {row: self._unread(row, tokens, start, len(tokens)) for row, (tokens, start) in rows.items()}
         while left := {row: rest for row, rest in left.items() if len(rest)}:
             self._forward(list(left), [rest[:CATCH_UP] for rest in left.values()], wanted=False)
             left = {row: rest[CATCH_UP:] for row, rest in left.items()}
@@ -115,7 +107,8 @@ class OwnCache:
         )
         output = self.model.forward(batch)
         for row, new in zip(rows, tokens, strict=True):
-            self._rows.put(row, cached[row], np.concatenate([self._rows.tokens(row), new], dtype=np.int32))
+            fed = np.concatenate([self._rows.tokens(row), new], dtype=np.int32)
+            self._rows.put(row, cached[row], fed, self._rows.start(row))
         return output, batch
 
     def length(self, row: int) -> int:
@@ -123,13 +116,17 @@ class OwnCache:
         cached = self._rows.cached().get(row)
         return 0 if cached is None else min(len(self._rows.tokens(row)), self.model.kv.length(cached))
 
+    def start(self, row: int) -> int:
+        """The first of the target's tokens that the row's positions hold."""
+        return self._rows.start(row)
+
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions; it may not be there yet."""
         positions = min(positions, self.model.info.max_length)
         cached = self._rows.cached().get(row)
         if cached is None or cached not in self.model.kv.rows:
             return self.model.kv.bytes_for(positions)
-        return self.model.kv.growth(cached, max(0, positions - self.model.kv.length(cached)))
+        return self.model.kv.growth(cached, max(0, positions - self.start(row) - self.model.kv.length(cached)))
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows.cached()
@@ -140,9 +137,9 @@ class OwnCache:
         if src in self:
             self._ensure(dst)
             cached = self._rows.cached()
-            n = self.model.kv.reachable(cached[src], min(n, self.length(src)))
+            n = self.model.kv.reachable(cached[src], max(min(n - self.start(src), self.length(src)), 0))
             self.model.kv.fork(cached[src], cached[dst], n)
-            self._rows.put(dst, cached[dst], self._rows.tokens(src)[:n])
+            self._rows.put(dst, cached[dst], self._rows.tokens(src)[:n], self.start(src))
 
     def release(self, row: int) -> None:
         """Forget the row, if it is known."""
@@ -155,9 +152,17 @@ class OwnCache:
         if row not in self:
             self._rows.put(row, self.model.kv.alloc(), np.zeros(0, np.int32))
 
-    def _known(self, row: int, tokens: I32) -> int:
-        """How many of ``tokens`` the row's KV has."""
-        return common_prefix(self._rows.tokens(row)[: self.length(row)], tokens)
+    def _unread(self, row: int, tokens: I32, start: int, most: int) -> I32:
+        """Roll the row back to what it has in common with the first ``most`` of ``tokens``; those that its KV lacks."""
+        self._ensure(row)
+        first, start = self.start(row), min(start, len(tokens) - 1)
+        known = common_prefix(self._rows.tokens(row)[: self.length(row)], tokens[first:most])
+        known = self.model.kv.reachable(self._rows.cached()[row], known)
+        if not known or first + known < start:
+            known, first = 0, start
+        self.truncate(row, known)
+        self._rows.put(row, self._rows.cached()[row], self._rows.tokens(row), first)
+        return np.array(tokens[first + known :], np.int32)
 
     def _settle(self) -> None:
         """Free rows without an owner, and forget those that are gone: an interrupted call leaves such."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from outpace.common.arrays import I32
 from outpace.drafters.base import DraftCost, DrafterNeeds, RowView
-from outpace.drafters.forward.chain import ChainDrafter, Rated
+from outpace.drafters.forward.chain import ChainDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, OwnCache
 from outpace.errors import Argument, DrafterError, ModelError
 from outpace.exact.drafts import Draft, Drafts
@@ -61,6 +61,10 @@ class SyncedText:
     def count(self) -> int:
         """Tokens that were read."""
         return self._read
+
+    def place(self, token: int) -> int:
+        """About where among ``ids`` the text of the token of that number is."""
+        return len(self.ids) - math.ceil(len(self.ids) * (1 - token / self._read)) if self._read else 0
 
     def read(self, tokens: I32) -> int:
         """Take in what is new in ``tokens`` int32 [n], the whole sequence; how many of the ids are as before."""
@@ -132,7 +136,7 @@ _UNNAMED = -1  # the request of a row whose prompt is read before anything is dr
 
 
 class TranslatedDrafter(ChainDrafter):
-    """Chains from a draft ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
+    """Drafts of a ``model`` with a ``tokenizer`` of its own. Raises DrafterError.
 
     A row of the target's that takes more of the draft model's ids than it has positions is read from its middle on.
     """
@@ -169,11 +173,28 @@ class TranslatedDrafter(ChainDrafter):
         own = super().propose([view._replace(chooser=_GREEDY) for view in rows], sizes)
         drafts = [Draft() for _ in rows]
         for i, (view, draft) in enumerate(zip(rows, drafts, strict=True)):
-            written = own.row(i)
-            ids, ends = self._translated(view, written.tokens)
-            for token, end in zip(ids, ends, strict=True):
-                draft.add(token, len(draft) - 1, written.gains[end])
+            self._translate(view, own.row(i), draft)
         return replace(Drafts.of(drafts, (self.name,)), levels=own.levels)
+
+    def _translate(self, view: RowView, written: Draft, to: Draft) -> None:
+        """The chain of ``written`` in the target's ids; and beside it the first id that differs where a second choice
+        stands beside the chain's."""
+        chain: list[int] = []
+        for node, parent in enumerate(written.parents):  # what is chosen comes before what stands beside it
+            if parent == (chain[-1] if chain else -1):
+                chain.append(node)
+        beside = [node for node in range(len(written)) if node not in chain]
+        tokens = [written.tokens[node] for node in chain]
+        ids, ends = self._translated(view, tokens)
+        most = max(self._rows[view.row].size - len(beside), 1)
+        for token, end in zip(ids[:most], ends[:most], strict=True):
+            to.add(token, len(to) - 1, written.gains[chain[end]])
+        for node in beside:
+            level = chain.index(written.parents[node]) + 1 if written.parents[node] >= 0 else 0
+            other = self._translated(view, [*tokens[:level], written.tokens[node]])[0]
+            same = next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+            if same < min(len(other), most) and other[same] not in (to.tokens[n] for n in to.children(same - 1)):
+                to.add(other[same], same - 1, written.gains[node])
 
     def _row(self, view: RowView) -> _Row:
         row = self._rows.get(view.row)
@@ -182,28 +203,17 @@ class TranslatedDrafter(ChainDrafter):
         row.request = view.request
         return row
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
         """Rows that lack more, or whose text the draft model has no room for, are left to drafts."""
-        found: list[tuple[int, I32]] = []
-        for number, tokens, new in rows:
+        found: list[tuple[int, I32, int]] = []
+        for number, tokens, new, start in rows:
             row = self._rows.setdefault(number, _Row(_UNNAMED, SyncedText(self._target, self._own)))
-            if row.text.count > len(tokens) or len(tokens) - row.text.count > new + CATCH_UP:
+            if row.text.count > len(tokens) or len(tokens) - max(row.text.count, start) > new + CATCH_UP:
                 continue
             row.text.read(tokens)
             if 0 < len(row.text.ids) <= self._cache.model.info.max_length - SLACK:
-                found.append((number, np.array(row.text.ids, np.int32)))
-        return self._cache.read_beside([number for number, _ in found], [ids for _, ids in found])
-
-    def _rated(
-        self,
-        output: Output,
-        last: I32,
-        rows: Sequence[RowView],
-        choosers: Sequence[Chooser],
-        tokens: Sequence[int | None],
-    ) -> list[Rated]:
-        chosen = np.array([0 if token is None else token for token in tokens], np.int32)
-        return [Rated(math.exp(its.logprob)) for its in output.logprobs(last, chosen, [0] * len(rows))]
+                found.append((number, np.array(row.text.ids, np.int32), row.text.place(start)))
+        return self._cache.read_beside(found)
 
     def _begin(self, view: RowView) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
@@ -211,7 +221,8 @@ class TranslatedDrafter(ChainDrafter):
         if len(row.text.ids) + row.size > room:
             row.text.shorten(room // 2)
         ids = np.array(row.text.ids, np.int32)
-        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids)) if len(ids) else ids
+        start = row.text.place(view.start)
+        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start)) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
@@ -222,9 +233,11 @@ class TranslatedDrafter(ChainDrafter):
     def _feed(self, rows: list[int], tokens: list[I32]) -> tuple[Output, I32]:
         return self._cache.feed(rows, tokens)
 
-    def _enough(self, view: RowView, drafted: I32) -> bool:
-        tokens = drafted.tolist()
-        return not self._own.of(tokens[-1]) or len(self._translated(view, tokens)[0]) >= self._rows[view.row].size
+    def _enough(self, view: RowView, drafted: Sequence[int]) -> bool:
+        return not self._own.of(drafted[-1]) or len(self._translated(view, drafted)[0]) >= self._rows[view.row].size
+
+    def _may_stand(self, token: int) -> bool:
+        return bool(self._own.of(token))
 
     def _translated(self, view: RowView, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
         """The target's ids of the text that the draft model's ids ``drafted`` stand for; and which of these each ends
