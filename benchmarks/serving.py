@@ -267,22 +267,27 @@ def without_loops(all_of: Sequence[Served]) -> dict[str, Any]:
     """By concurrency: how many of our plain answers end in a loop, and by name the speed of answers to other prompts
     after their first token over that of plain ones, pooled."""
     plain = next((served for served in all_of if served.name == PLAIN), None)
+    if plain is None:
+        return {}
     found: dict[str, Any] = {}
-    for concurrency, rounds in plain.rounds.items() if plain is not None else ():
+    for concurrency, rounds in plain.rounds.items():
         loops = [[repeated_tail(shot.ids) > 0 for shot in shots] for shots in rounds]
-
-        def speed(served: Served, concurrency: int = concurrency, loops: Sequence[Sequence[bool]] = loops) -> float:
-            pairs = zip(served.rounds[concurrency], loops, strict=True)
-            calm = [shot for shots, looping in pairs for shot, loop in zip(shots, looping, strict=True) if not loop]
-            seconds = sum(shot.at[-1] - shot.at[0] for shot in calm if shot.at)
-            return sum(shot.tokens - 1 for shot in calm if shot.at) / seconds if seconds else math.nan
-
+        speeds = {served.name: _pace(served.rounds[concurrency], loops) for served in all_of}
+        base = speeds.pop(PLAIN)
         found[str(concurrency)] = {
             "answers": sum(map(len, loops)),
             "looping": sum(map(sum, loops)),
-            "speeds": {served.name: speed(served) / speed(plain) for served in all_of if served is not plain},
+            "speeds": {name: speed / base for name, speed in speeds.items()},
         }
     return found
+
+
+def _pace(rounds: Sequence[Sequence[Shot]], left_out: Sequence[Sequence[bool]]) -> float:
+    """Tokens/s of answers after their first token, pooled."""
+    pairs = zip(rounds, left_out, strict=True)
+    shots = [shot for own, out in pairs for shot, not_it in zip(own, out, strict=True) if shot.at and not not_it]
+    seconds = sum(shot.at[-1] - shot.at[0] for shot in shots)
+    return sum(shot.tokens - 1 for shot in shots) / seconds if seconds else math.nan
 
 
 def same_answers(a: Served, b: Served) -> tuple[int, int]:
