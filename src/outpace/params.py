@@ -170,7 +170,8 @@ class SamplingParams:
     )  # fmt: skip
     bad_words: Sequence[str | Sequence[int]] = defined(
         (), "Texts, or token ids, that the output must not contain.", Words(), stage="logits", none="off",
-        option=("--bad-word",), request="bad_words", config="bad_words_ids", aliases=("banned_tokens", "banned_strings"),
+        option=("--bad-word",), request="bad_words", config="bad_words_ids",
+        aliases=("banned_tokens", "banned_strings"),
     )  # fmt: skip
     no_repeat_ngram_size: int = defined(
         0, "No run of so many tokens comes twice in prompt and output. 0: off.",
