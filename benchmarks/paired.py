@@ -4,7 +4,8 @@
 
 Each round runs both checkouts, in turn first (A B B A ...), every one in a process of its own with the Python of its
 `.venv`; every round takes other prompts. A pair is one prompt by one drafter in both. Drafters take turns
-prompt by prompt, so that a slow minute hits all alike.
+prompt by prompt, so that a slow minute hits all alike. Answers that end in a loop draft far better than other text:
+the second pooled ratio is without them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Measuring, add_json, at_least_one, emit
+from outpace.common.arrays import repeated_tail
 
 PHASES = ("draft", "target", "verify", "other")
 # What a version's process runs. It has to work with versions that lie elsewhere inside.
@@ -122,15 +124,25 @@ def _report(drafter: str, found: dict[str, list[dict[str, Any]]]) -> None:
     pairs = sorted(speed["before"].keys() & speed["after"].keys())
     ratios = [speed["after"][key] / speed["before"][key] for key in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    pooled = {
-        name: sum(rows[key]["counted"] for key in pairs) / sum(rows[key]["seconds"] for key in pairs)
-        for name, rows in by_key.items()
-    }
+    calm = [key for key in pairs if not repeated_tail(by_key["before"][key]["tokens"])]
+
+    def pooled_over(chosen: list[tuple[int, int]]) -> dict[str, float]:
+        return {
+            name: sum(rows[key]["counted"] for key in chosen) / sum(rows[key]["seconds"] for key in chosen)
+            for name, rows in by_key.items()
+        }
+
+    pooled = pooled_over(pairs)
     same = sum(by_key["before"][key]["tokens"] == by_key["after"][key]["tokens"] for key in by_key["before"])
     gained = pooled["after"] / pooled["before"]
     print(f"{drafter}: {pooled['before']:.1f} -> {pooled['after']:.1f} tokens/s, pooled {gained:.3f};", end=" ")
     print(f"median of {len(pairs)} pairs {middle:.3f} ({low:.3f} to {high:.3f});", end=" ")
     print(f"same tokens {same} of {len(by_key['before'])}")
+    if len(calm) < len(pairs):
+        rest = pooled_over(calm) if calm else None
+        figures = "-" if rest is None else f"{rest['before']:.1f} -> {rest['after']:.1f} tokens/s, pooled"
+        ratio = "" if rest is None else f" {rest['after'] / rest['before']:.3f}"
+        print(f"    loops end {len(pairs) - len(calm)} answers, without these {figures}{ratio}")
     for name, rows in by_key.items():
         steps = sum(row["steps"] for row in rows.values())
         parts = ", ".join(

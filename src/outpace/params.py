@@ -169,8 +169,9 @@ class SamplingParams:
         request="allowed_token_ids", aliases=("whitelist",),
     )  # fmt: skip
     bad_words: Sequence[str | Sequence[int]] = defined(
-        (), "The output must not contain them.", Words(), stage="logits", none="off", option=("--bad-word",),
-        request="bad_words", config="bad_words_ids", aliases=("banned_tokens", "banned_strings"),
+        (), "Texts, or token ids, that the output must not contain.", Words(), stage="logits", none="off",
+        option=("--bad-word",), request="bad_words", config="bad_words_ids",
+        aliases=("banned_tokens", "banned_strings"),
     )  # fmt: skip
     no_repeat_ngram_size: int = defined(
         0, "No run of so many tokens comes twice in prompt and output. 0: off.",
@@ -208,7 +209,8 @@ class SamplingParams:
     )  # fmt: skip
     ignore_eos: bool = defined(False, "The model's EOS does not end the answer.", stage="end", request="ignore_eos")
     skip_special_tokens: bool = defined(
-        True, "Special tokens leave no text (--keep-special shows them).", stage="text", option=("--keep-special",),
+        True, "Leave special tokens out of the text (--keep-special: keep them).", stage="text",
+        option=("--keep-special",),
         request="skip_special_tokens", aliases=("skip_special",),
     )  # fmt: skip
     n: int = defined(

@@ -147,5 +147,5 @@ def test_a_race_stays_in_its_place_on_a_low_terminal(pane: Callable[[int], Pane]
     shown = pane(10).run("outpace race 'Why is the sky blue?' -n 60")
     assert fits(shown)
     assert sum(bool(re.match(r"plain: \d+ tokens, [\d.]+ s, \d+/s +\| suffix", each)) for each in shown) == 1
-    assert re.search(r"\w+ took [\d.]+ s, [\w+:]+ [\d.]+ s: [\d.]+ times as long", " ".join(shown))
+    assert re.search(r"\w+ took [\d.]+ s; [\w+:]+ took [\d.]+ s, [\d.]+ times as long", " ".join(shown))
     assert shown[-1].startswith("identical: ")

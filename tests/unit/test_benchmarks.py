@@ -79,6 +79,34 @@ def test_ctrl_c_between_two_servers_leaves_what_both_were_asked() -> None:
     assert (ours.rounds, theirs.rounds) == ({1: ["a"]}, {1: ["d"]})
 
 
+def test_answers_that_end_in_a_loop_are_set_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    loop, calm = (1,) * 30, tuple(range(30))
+    row = {"drafter": "none", "round": 0, "steps": 4, "by": dict.fromkeys(PHASES, 0.1), "counted": 10}
+    found = {
+        name: [
+            {**row, "prompt": 0, "tokens": loop, "seconds": looping},
+            {**row, "prompt": 1, "tokens": calm, "seconds": 1.0},
+        ]
+        for name, looping in (("before", 1.0), ("after", 0.25))
+    }
+    paired._report("none", found)
+    said = capsys.readouterr().out
+    assert "pooled 1.600" in said
+    assert "loops end 1 answers, without these 10.0 -> 10.0 tokens/s, pooled 1.000" in said
+
+    def served(name: str, ends: tuple[float, float]) -> Any:
+        shots = [serving.Shot(0.0, (1.0, 1.0 + end), 30, "", ids) for end, ids in zip(ends, (loop, calm), strict=True)]
+        return SimpleNamespace(name=name, rounds={4: [shots]})
+
+    servers = [served("outpace", (1.0, 2.0)), served(serving.PLAIN, (10.0, 3.0))]
+    rest = serving.without_loops(servers)["4"]
+    assert (rest["looping"], rest["answers"], rest["speeds"]) == (1, 2, {"outpace": pytest.approx(1.5)})
+    events = [
+        (0.5, b'{"choices": [{"delta": {"content": "a"}, "token_ids": [5, 6]}], "usage": {"completion_tokens": 2}}')
+    ]
+    assert serving.parsed(0.0, [*events, (0.6, b"[DONE]")]).ids == (5, 6)
+
+
 def test_ctrl_c_after_a_round_of_forwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

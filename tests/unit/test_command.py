@@ -7,11 +7,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
 
-from outpace.cli import app
+from outpace.cli import app, terminal
 from outpace.cli.command import Command, Group, UsageError
 from outpace.cli.options import Common
 from outpace.common.installing import install
@@ -240,3 +241,10 @@ def test_the_command_line_tells_it_in_one_line_with_the_remedy(extension: str, s
     assert found.stderr.startswith(f"outpace: {said}")
     assert found.stderr.endswith(f"with a C++17 compiler: {install('outpace[serve]')}\n")
     assert found.stderr.count("\n") == 1
+
+
+def test_colours_take_no_place_where_a_line_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "columns", lambda: 40)
+    screen: Any = SimpleNamespace(isatty=lambda: True)
+    green, cyan = "\x1b[32mgreen: drafted by suffix\x1b[0m;", "\x1b[36mcyan: drafted"
+    assert terminal.folded(f"{green} {cyan} by eagle:demo\x1b[0m", screen) == f"{green} {cyan}\nby eagle:demo\x1b[0m"

@@ -20,7 +20,7 @@ from outpace.models.fingerprint import fingerprint_of
 from outpace.models.load import resolve
 from outpace.models.options import LoadOptions
 from outpace.models.weights import downloads
-from outpace.models.weights.hub import from_name, is_name
+from outpace.models.weights.hub import from_hub, from_name, is_name
 from tests.fake_hub import FakeHub, plain, serving
 
 REPO = "someone/Tiny-GGUF"
@@ -197,6 +197,38 @@ def test_downloads_are_listed_and_removed_by_name(
     assert [its["name"] for its in told["downloads"]] == [f"{REPO}:Q8_0"]
     assert (gone.exists(), gone.is_symlink(), kept.is_file()) == (False, False, True)
     assert from_name(f"{REPO}:Q4_K_M").read_bytes() == CONTENT  # it comes again when it is asked for
+
+
+def test_a_link_whose_file_is_gone_and_a_download_that_has_not_ended_are_named_and_removed(
+    fake: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's own scan skips such repositories."""
+    from huggingface_hub import scan_cache_dir
+
+    kept, broken = from_name(f"{REPO}:Q8_0"), from_name(f"{REPO}:Q4_K_M")
+    broken.resolve().unlink()
+    fake.files["other/plain"] = {"config.json": b"{}", "model.safetensors": CONTENT}
+    assert ran(capsys, monkeypatch, "pull", "other/plain")[0] == 0
+    plain = next(each for each in downloads.found() if each.name == "other/plain")
+    next(path for path in plain.paths if path.suffix == ".safetensors").resolve().unlink()
+    begun = kept.parents[3] / "models--other--begun" / "blobs" / "abc.incomplete"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(CONTENT)
+    (kept.parents[2] / "refs").mkdir()
+    (kept.parents[2] / "refs" / "gone").write_text("3" * 40)  # a name of a revision that is not there
+    assert not scan_cache_dir(downloads.folder()).repos
+    rows = [re.split("  +", line)[:3] for line in ran(capsys, monkeypatch, "list")[1].splitlines()[2:]]
+    assert sorted(row for row in rows if not row[0].startswith("demo")) == [
+        ["other/begun", "download, cut off", "10.0 KiB"],
+        ["other/plain", "safetensors, cut off", "2 B"],
+        [f"{REPO}:Q4_K_M", "Q4_K_M, cut off", "0 B"],
+        [f"{REPO}:Q8_0", "Q8_0", "10.0 KiB"],
+    ]
+    assert from_hub("other/plain", revision=None, allow_pickle=False, offline=False) is not None
+    assert next(each for each in downloads.found() if each.name == "other/plain").whole, "it did not come again"
+    assert ran(capsys, monkeypatch, "rm", f"{REPO}:Q4_K_M", "other/begun", "other/plain")[0] == 0
+    assert [each.name for each in downloads.found()] == [f"{REPO}:Q8_0"]
+    assert (broken.is_symlink(), begun.exists(), kept.is_file()) == (False, False, True)
 
 
 def test_revisions_share_a_file_and_a_file_without_a_type_in_its_name_has_one(tmp_path: Path, fake: FakeHub) -> None:

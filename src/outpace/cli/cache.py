@@ -25,7 +25,9 @@ def run(
         bool, option("Forget which drafters outpace drafters --measure found fastest: auto is as before.")
     ] = False,
 ) -> int:
-    """List downloads, the packed weights that are kept and the drafters that auto stands for, or delete them.
+    """List downloads, the packed weights that are kept and the drafters that auto stands for, or delete them;
+    outpace rm NAME deletes a model.
+
     OUTPACE_CACHE is the folder of all but downloads, OUTPACE_WEIGHT_CACHE another one of the weights, or 0 for none."""
     if cache_dir is not None:
         if remove or forget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def _models() -> dict[Path, _Model]:
         found[file.resolve()] = _Model(name, stat.st_size, downloads.type_of(file), max(stat.st_atime, stat.st_mtime))
     for each in downloads.found():
         kind = each.type if each.whole else f"{each.type}, cut off"
-        found[each.paths[0].resolve()] = _Model(each.name, each.bytes, kind, each.used)
+        found[Path(os.path.realpath(each.paths[0]))] = _Model(each.name, each.bytes, kind, each.used)
     where = weight_cache.folder()
     for entry in [] if where is None else weight_cache.entries(where):
         paths = [Path(file[0]) for file in entry.key["files"]] if entry.key is not None else []

@@ -123,7 +123,7 @@ def run(
             print("\n".join(_frame(lanes)))
         ahead, behind = (second, first) if second.seconds <= first.seconds else (first, second)
         took = (
-            f"{ahead.name} took {ahead.seconds:.2f} s, {behind.name} {behind.seconds:.2f} s: "
+            f"{ahead.name} took {ahead.seconds:.2f} s; {behind.name} took {behind.seconds:.2f} s, "
             f"{behind.seconds / ahead.seconds:.2f} times as long (one run, prefill included; outpace bench measures)"
         )
         print(f"\n{folded(took)}")

@@ -53,7 +53,7 @@ def run(
     log_format: Annotated[str, option("text, or json: one object a line.", group="output")] = "text",
     otel: Annotated[bool, option("OpenTelemetry spans, as its environment variables say.", group="output")] = False,
     replicas: Annotated[
-        str | None, option("So many servers behind one address; 1-4: as load asks.", metavar="N")
+        str | None, option("How many servers answer at one address; 1-4: from one to four, as load asks.", metavar="N")
     ] = None,
     ray: Annotated[str | None, option("Of the cluster on which they run.", metavar="ADDRESS")] = None,
 ) -> int:

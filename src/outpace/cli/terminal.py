@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 from outpace.errors import ParameterError
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _CODES = {
     "green": "32", "cyan": "36", "magenta": "35", "blue": "34", "red": "1;31", "yellow": "1;33", "bold green": "1;32",
     "dim": "2",
@@ -63,10 +65,21 @@ def columns() -> int:
 
 
 def folded(text: str, stream: TextIO | None = None) -> str:
-    """A line as ``stream`` (None: standard output) shows it: on a terminal wrapped between words."""
+    """A line as ``stream`` (None: standard output) shows it: on a terminal wrapped between words, whose colours take no
+    place."""
     if not (stream or sys.stdout).isatty():
         return text
-    return textwrap.fill(text, columns(), break_on_hyphens=False)
+    if "\x1b" not in text:
+        return textwrap.fill(text, columns(), break_on_hyphens=False)
+    lines, used = [""], 0
+    for word in text.split(" "):
+        width = len(_COLOUR.sub("", word))
+        if used and used + 1 + width > columns():
+            lines.append("")
+            used = 0
+        lines[-1] += f" {word}" if used else word
+        used += width + (used > 0)
+    return "\n".join(lines)
 
 
 @contextmanager

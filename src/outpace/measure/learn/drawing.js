@@ -70,7 +70,7 @@ function barsOf(rows, series, words) {
   });
   rows.forEach(([name, ...values], r) => {
     const y = 24 + r * height;
-    shape(svg, "text", { x: 0, y: y + 6 * series.length + 3, "font-family": "monospace" }, NARROW ? name.slice(0, 10) : name);
+    shape(svg, "text", { x: 0, y: y + 6 * series.length + 3, "font-family": "monospace" }, NARROW && name.length > 10 ? `${name.slice(0, 9)}…` : name);
     values.forEach((value, i) => {
       shape(svg, "rect", { class: series[i][1], x: left, y: y + 12 * i, width: Math.max(0, long * value), height: 10 });
       shape(svg, "text", { class: "dim", x: left + 6 + long * value, y: y + 12 * i + 9 }, fixed(value, 3));

@@ -59,7 +59,7 @@ chapter("who", "Who drafts", [
       const one = runs.who[name], proposed = sum(one, (each) => drafted(each).length), hit = sum(one, (each) => path(each).length);
       return [name === "none" ? "none (plain)" : name, fixed(one.tokens.length / one.steps.length), proposed ? percentOf(hit / proposed) : "–", fixed(median(one.steps.map((each) => 1e3 * (each.s.draft || 0)))), fixed(rate(one), 0), JSON.stringify(one.tokens) === JSON.stringify(plain.tokens) ? "same" : "differs"];
     });
-    table.replaceChildren(grid(["drafter", "tokens a step", "accepted", "draft, ms", "tokens/s", "tokens"], rows, names.indexOf(chosen)));
+    table.replaceChildren(grid(["drafter", "tokens a step", "accepted", "draft, ms", "tokens/s", "answer"], rows, names.indexOf(chosen)));
     const chips = drafted(step).map((token, i) => chip(word(token), path(step).includes(i) ? "yes" : "no"));
     rest.replaceChildren(...(chips.length ? chips : [make("span", { class: "quiet" }, "nothing was drafted")]), chip(word(step.v[step.v.length - 1]), "own"));
     facts.textContent = `The step that wrote token ${at.value + 1}: after “…${textUpTo(run, from).slice(-24)}” it drafted ${drafted(step).length}, ${path(step).length} were accepted, and the target added its own.`;
@@ -67,12 +67,12 @@ chapter("who", "Who drafts", [
   const who = chooser("drafter", names.map((name) => [name, name === "none" ? "none (plain)" : name]), draw);
   who.select.value = names[names.length - 1];
   const at = slider("token of the answer", { min: 0, max: plain.tokens.length - 1, value: Math.floor(plain.tokens.length * 0.7), show: (n) => String(n + 1) }, draw);
-  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. A step counts with the least time of several runs."));
+  panel.append(who.label, at.label, rest, facts, table, make("p", { class: "quiet" }, "The target here is small, so drafting by a model costs a large part of a step; beside a target of some billions it costs little. Of each step the least time of several runs counts."));
   draw();
 }, "Which one should I take?", "outpace drafters MODEL --measure runs them with your model. Text that repeats its prompt (editing code, summaries, agents) favours lookups, which can be joined with a network: suffix+eagle:…");
 
 chapter("tree", "Trees and batches", [
-  "A draft need not be one chain. Where the drafter wavers, it can propose both tokens: a tree. All nodes go through one pass. Each sees the committed text, its ancestors and itself, which a mask says; the path that agrees with the target is kept.",
+  "A draft need not be one chain. Where the drafter is unsure between two tokens, it can propose both: a tree. All nodes go through one pass. A mask lets each of them see the committed text, its ancestors and itself; the path that agrees with the target is kept.",
   "Nodes cost arithmetic. Alone on a machine there is spare arithmetic; beside other rows it is used up, and drafts stop paying. Then Outpace drafts less, or nothing.",
 ], (panel) => {
   const steps = runs.tree.steps.filter((step) => drafted(step).length > 1);
@@ -91,10 +91,10 @@ chapter("tree", "Trees and batches", [
       shape(svg, "text", { x: x(node) + 11, y: y(node) + 4, ...(node < 0 || here ? { "font-weight": 700 } : { class: "dim" }) }, node < 0 ? "pending" : visible(word(drafted(step)[node])).slice(0, 18));
       for (let other = -1; other < n; other++) shape(svg, "rect", { class: sees(node, other) ? "one" : "cell", x: aside + size * (other + 1), y: below + 20 + size * (node + 1), width: size - 2, height: size - 2, rx: 2 });
     }
-    shape(svg, "text", { class: "dim", x: aside, y: below + 12 }, "row: who looks; column: whom it sees");
+    shape(svg, "text", { class: "dim", x: aside, y: below + 12 }, "row: a token; column: what it sees");
     view.replaceChildren(svg);
     const rows = readers.value, alone = costOf(runs.cost, rows), drafts = costOf(runs.cost, rows * (n + 1)), won = gained(step).length;
-    facts.textContent = `${n} nodes, ${path(step).length} accepted, ${countOf(won, "token")} gained. With ${countOf(rows, "row")} that each draft ${n}, a pass has ${rows * (n + 1)} tokens: about ${fixed(drafts / alone)} times a plain pass of ${rows}. To pay, a step must bring more than ${fixed(drafts / alone)} tokens a row, drafting aside.`;
+    facts.textContent = `${n} nodes, ${path(step).length} accepted, ${countOf(won, "token")} gained. With ${countOf(rows, "row")} and ${n} drafted in each, a pass has ${rows * (n + 1)} tokens: about ${fixed(drafts / alone)} times a plain pass of ${rows}. To pay, a step must bring more than ${fixed(drafts / alone)} tokens a row, drafting aside.`;
   };
   const at = slider("step of the run", { min: 1, max: steps.length, value: 1 + Math.max(0, steps.findIndex((step) => path(step).length > 1)) }, draw);
   const readers = slider("rows at once", { min: 1, max: 8, value: 1 }, draw);

@@ -306,4 +306,6 @@ def complete(folder: Path, allow_pickle: bool) -> bool:
             return False
         return all((folder / name).is_file() for name in files)
     patterns = ("*.safetensors", *_PICKLES) if allow_pickle else ("*.safetensors",)
-    return (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in patterns)
+    return (folder / "config.json").is_file() and any(
+        path.is_file() for pattern in patterns for path in folder.glob(pattern)
+    )

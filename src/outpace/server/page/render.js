@@ -61,10 +61,13 @@ function spans(text, from, to, written, offset) {
   }
   const end = out.length ? out[out.length - 1].to : from;
   if (end < to) out.push({ source: "target", from: end, to });
-  return out.map(({ source, from: a, to: b }) => {
+  return out.flatMap(({ source, from: a, to: b }) => {
     const mark = colour(source);
-    if (!mark) return document.createTextNode(text.slice(a, b));
-    return element("span", { class: mark, title: `written by ${source}` }, text.slice(a, b));
+    const piece = text.slice(a, b);
+    if (!mark) return [document.createTextNode(piece)];
+    const word = Math.max(piece.search(/\S/), 0); // a blank before it may end a line, and would be a mark of its own there
+    const marked = element("span", { class: mark, title: `written by ${source}` }, piece.slice(word));
+    return word ? [document.createTextNode(piece.slice(0, word)), marked] : [marked];
   });
 }
 
