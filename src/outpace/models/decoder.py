@@ -20,6 +20,7 @@ from outpace.models.recurrent import MOST_LAYERS, DeltaNet, ShortConv, StateSpac
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
+from outpace.models.weights.file_bytes import StoredTensor
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
