@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from types import UnionType
@@ -243,6 +244,15 @@ def check_size(text: str, model: Served, param: str, most: int, *, special: bool
         raise APIError(
             400, f"the text has {len(text)} characters: this server makes at most {model.most_text} and {most} tokens "
             "of one", param=param,
+        )  # fmt: skip
+
+
+def check_together(texts: Sequence[str], model: Served, param: str) -> None:
+    """Raise APIError for texts of one prompt that have more characters than one text may have."""
+    if (size := sum(map(len, texts))) > model.most_text:
+        raise APIError(
+            400, f"the prompt's texts have {size} characters together: this server reads at most {model.most_text}; "
+            "send what is near the place alone", param=param,
         )  # fmt: skip
 
 
