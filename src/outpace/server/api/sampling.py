@@ -124,7 +124,7 @@ class Sampling(Parameters):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, description="Log-probabilities of the prompt's tokens, with so many others; not in streams."
+        default=None, description="Log-probabilities of the prompt's tokens, with so many others; not in streams."
     )
     timings_per_token: bool | None = Field(default=None, description="The answer, or each chunk, has `timings`.")
 
@@ -212,6 +212,11 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
 
 
 def check_prompt_logprobs(body: Sampling, settings: ServerSettings) -> None:
+    if body.prompt_logprobs is not None and body.prompt_logprobs < 0:
+        raise APIError(
+            400, f"prompt_logprobs={body.prompt_logprobs} would be of the whole vocabulary (in vLLM): ask for 0 to "
+            f"{settings.max_logprobs}", param="prompt_logprobs",
+        )  # fmt: skip
     check_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
     if body.prompt_logprobs is not None and body.stream:
         raise APIError(
