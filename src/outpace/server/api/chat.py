@@ -208,7 +208,8 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
         options["shown_tokens"] = shown
     return Work(
         prompts=[tokens], params=params, options=options, parser=parser,
-        trace=body.traced, user=body.user, notes=[*dropped(body, template), *formats.left_out(rules, left_out if offered else None)],
+        trace=body.traced, user=body.user,
+        notes=[*dropped(body, template), *formats.left_out(rules, left_out if offered else None)],
         **sampling.resumed(body, params.n),
     )  # fmt: skip
 

@@ -44,8 +44,8 @@ def tool_grammar(
     where a function is strict or ``parallel`` is off: plain text, or text and then calls. A named function is called
     once. ``part``: an answer without a call must be ``@part``, the grammar of the answer's own format. ``close``:
     arguments have no properties that their schema does not name, unless it allows them. ``literal``: writes a text, in
-    which control tokens are spelled. ``left_out`` gets what of the schemas is not enforced. Raises ParameterError where the
-    choice cannot be honoured.
+    which control tokens are spelled. ``left_out`` gets what of the schemas is not enforced. Raises ParameterError
+    where the choice cannot be honoured.
     """
     name = choice_name(choice, tools)
     if choice == "none" or not tools:
