@@ -6,6 +6,7 @@ that the Transformers backend's forward passes, on the module's own logits.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,17 @@ def packed(
     the ``runtime`` of a model with which it computes in turn. The other arguments are those of ``TransformersModel``.
     """
     with torch.inference_mode(False), torch.no_grad():
-        served = _require(module, name)
-        model = _of(module, name, longest, kv_memory, runtime)
-        try:
-            if model.info.max_length < min(served, longest or served):
-                raise ModelError(f"{name}: the native backend does not read {served} positions")
-            _prove(module, model)
-        except (OutpaceError, ValueError, RuntimeError) as error:
-            model.close()
-            raise ModelError(f"{name} is not served by the native backend: {error}") from error
+        most = _require(module, name)
+        with ExitStack() as undo:
+            try:
+                model = _of(module, name, longest, kv_memory, runtime)
+                undo.callback(model.close)
+                if model.info.max_length < min(most, longest or most):
+                    raise ModelError(f"it reads {model.info.max_length} positions there")
+                _prove(module, model)
+            except (OutpaceError, ValueError, RuntimeError) as error:
+                raise ModelError(f"{name} is not served by the native backend: {error}") from error
+            undo.pop_all()
     return model
 
 
