@@ -2,7 +2,9 @@
 
 A line each: answers whose tokens are plain decoding's, of all that were asked, how many drafted tokens were accepted,
 and how many of prompts were reused. Greedy, sampled, under a grammar, three samples of one prompt, resumed, and behind
-prompts whose beginnings are still there; with every drafter that needs no training. Exit code 1 when a token differs.
+prompts whose beginnings are still there; with every drafter that needs no training. Where transformers has the file's
+class, a line of `outpace.patch`, too: greedy tokens against the model's own `generate`, sampled ones against those of a
+patch without drafts, each prompt alone and all as a padded batch. Exit code 1 when a token differs.
 
 Example: ./scripts/prove kinds
 One of them, more seeds: ./scripts/prove kinds --only gemma4 --seeds 20
@@ -19,15 +21,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+import outpace
 from outpace.drafters.base import DraftContext
 from outpace.drafters.registry import build, parse
 from outpace.engine.engine import Engine
 from outpace.engine.request import Size
-from outpace.errors import Argument, ParameterError
+from outpace.errors import Argument, ModelError, ParameterError
+from outpace.models import families
 from outpace.models.base import Model
 from outpace.models.families import FAMILIES
 from outpace.models.load import load
 from outpace.models.options import LoadOptions
+from outpace.models.weights.gguf import GGUFFile
 from outpace.params import SamplingParams
 from outpace.text.grammar import Grammars
 from outpace.text.tokenizer import Tokenizer
@@ -36,6 +41,7 @@ from tests.native.native_helpers import Tiny
 DRAFTERS = ("ngram", "suffix", "recycle", "lookahead", "suffix+recycle", "layers:1", "model:")
 SIZES: tuple[Size, ...] = (3, "auto")
 SHORT = ("suffix+recycle", "layers:1", "model:")
+PATCHED = ("suffix", "recycle", "layers:1")
 TOKENS, SHORTER = 48, 16  # of an answer
 FEW = tuple(range(7))  # tokens that answers are made of, so that drafts are often right
 GRAMMAR = "([!-#]{1,3}[$%ab])+"  # of texts of these tokens, and a few others
@@ -65,6 +71,10 @@ def run(given: argparse.Namespace) -> int:
             same, answers, accepted, reused = total.tolist()
             print(f"{architecture:<16} {f'{same} of {answers}':>12} {accepted:>9} {reused:>7}", flush=True)
             different += answers - same
+            if (found := _patched(architecture, tiny, given)) is not None:
+                same, answers, accepted = found
+                print(f"{'  patched':<16} {f'{same} of {answers}':>12} {accepted:>9}", flush=True)
+                different += answers - same
     print(f"{different} differences")
     return 1 if different else 0
 
@@ -88,6 +98,52 @@ def _of(architecture: str, tiny: Tiny, given: argparse.Namespace) -> npt.NDArray
         with Engine(model, tokenizer, drafter=drafter, size=size, max_rows=ROWS, prefill_chunk=16) as engine:
             total += _compared(engine, asked, plain)
     return total
+
+
+def _patched(architecture: str, tiny: Tiny, given: argparse.Namespace) -> tuple[int, int, int] | None:
+    """(answers that are those of plain decoding, answers, accepted tokens) of a patched model of the file; None where
+    the file's class is not built here."""
+    import torch
+
+    from outpace.models.torch import gguf
+
+    file = GGUFFile.open(tiny.path("Q8_0", architecture))
+    family = families.of_gguf(architecture)
+    if family is None or family.mixture is not None or family.modules or family.recurrent is not None:
+        return None
+    module = gguf.build(file, torch.float32, torch.device("cpu")).eval()
+    vocab = int(module.config.vocab_size)
+    usual = {
+        "max_new_tokens": SHORTER if given.short else TOKENS, "pad_token_id": 0,
+        "suppress_tokens": list(range(len(FEW), vocab)),
+    }  # fmt: skip
+
+    def answers(sampled: bool, **more: int) -> list[list[int]]:
+        found = []
+        for seed in range(given.seeds):
+            rng = np.random.default_rng(seed)
+            piece = rng.integers(1, len(FEW), 5)
+            rows = [np.tile(piece, 4), rng.integers(1, vocab, 20), np.pad(np.tile(piece, 2), (10, 0))]
+            for batch in (rows[:1], rows[1:2], rows):
+                torch.manual_seed(seed)
+                ids = torch.from_numpy(np.stack(batch))
+                made = module.generate(ids, attention_mask=(ids > 0).long(), do_sample=sampled, **usual, **more)
+                found += made[:, ids.shape[1] :].tolist()
+        return found
+
+    expected = [answers(False)]
+    with outpace.patch(module, drafter="none"):
+        expected.append(answers(True))
+    same = total = accepted = 0
+    for spec, size in product(PATCHED[:1] if given.short else PATCHED, SIZES[:1] if given.short else SIZES):
+        with outpace.patch(module, drafter=spec, size=size) as patched:
+            found = [answers(False), answers(True), answers(False, prompt_lookup_num_tokens=3)]
+            for each, plain in zip(found, [*expected, expected[0]], strict=True):
+                same, total = same + sum(a == b for a, b in zip(each, plain, strict=True)), total + len(plain)
+            accepted += patched.stats.total.accepted
+            if patched.stats.own:
+                raise ModelError(f"{architecture}: undrafted: {', '.join(patched.stats.own)}")
+    return same, total, accepted
 
 
 class Asked(NamedTuple):

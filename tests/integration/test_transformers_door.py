@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -542,3 +543,36 @@ def test_first_calls_from_several_threads_share_one_engine(monkeypatch: pytest.M
     assert all(torch.equal(answer, expected) for answer in answers)
     assert len(opened) == 1
     outpace.unpatch(fresh)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *(("llama", torch.bfloat16), ("llama", torch.float16), ("gemma3_text", torch.bfloat16)),
+        *product(("llama", "qwen2", "qwen3", "gemma3_text", "granite", "olmo2", "phi3", "smollm3"), [torch.float32]),
+    ],
+    ids=str,
+)
+def test_described_models_on_a_cpu_are_computed_natively(family: str, dtype: torch.dtype) -> None:
+    """In the type that they have, with torch's threads; the tokens are the model's own."""
+    model = tiny(family, **({"pad_token_id": 0} if family == "phi3" else {})).to(dtype)
+    asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with outpace.patch(model, size=4) as patch:
+        info = patch.model.info
+        assert (info.backend, info.dtype, info.kv_dtype) == ("native", *[str(dtype).removeprefix("torch.")] * 2)
+        assert patch.model.threads == torch.get_num_threads()
+        found = model.generate(PROMPT, **asked)
+        assert not patch.stats.own
+    if dtype == torch.float32:  # in 16 bits another rounding may decide
+        assert torch.equal(found, own(model, PROMPT, **asked))
+
+
+def test_what_the_native_backend_does_not_describe_goes_through_torch() -> None:
+    model = tiny("llama")
+    models = [tiny("gpt_neox"), tiny("llama").double(), tiny("llama", rope_parameters={
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16,
+    })]  # fmt: skip
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    for each in [*models, model]:
+        with outpace.patch(each, drafter="none") as patch:
+            assert patch.model.info.backend == "transformers"

@@ -161,6 +161,8 @@ def test_a_model_without_the_tokens_says_so(demo: Running, path: str, body: dict
         ({**ASKED, "input_extra": [{"filename": "x"}]}, "input_extra.0.text"),
         ({**ASKED, "input_extra": {"text": "x"}}, "input_extra"),
         ({**ASKED, "prompt": 5}, "prompt"),
+        ({"input_prefix": " " * 200_000, "input_suffix": " " * 200_000}, "input_prefix"),
+        ({**ASKED, "input_extra": [{"text": " " * 200_000}] * 2}, "input_extra"),
     ],
 )
 def test_what_is_no_such_request_is_refused(coder: Running, body: dict[str, Any], param: str) -> None:

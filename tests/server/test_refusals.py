@@ -228,7 +228,8 @@ def test_what_others_know_is_refused_with_the_reason(demo: Running, path: str) -
 @pytest.mark.parametrize(
     ("path", "more", "said"),
     [
-        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs: Input should be greater than or"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs=-1 would be of the whole vocab"),
+        ("/v1/completions", {"prompt": "a", "return_tokens_as_token_ids": True}, "return_token_ids gives ids"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
         ("/v1/completions", {"prompt": "a", "suffix": 5}, "suffix: Input should be a valid string"),
         ("/v1/chat/completions", {"messages": [], "n": "2"}, "n: Input should be a valid integer"),

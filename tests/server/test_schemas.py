@@ -225,6 +225,18 @@ def test_what_is_not_enforced_of_a_schema_is_said(
     assert len(note) <= 2000  # a client's own words may be in it
 
 
+def test_what_is_not_enforced_of_tools_is_said(demo: Running) -> None:
+    said = {"a": {"type": "string", "pattern": "^(?=b)bc$"}, "b": {"type": "array", "uniqueItems": True}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": said}}
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}], "max_tokens": 1}
+    for more, there in (
+        ({"tool_choice": "required"}, True),
+        ({}, False),
+    ):  # where nothing binds calls, all is the model's
+        (*_, note) = [*demo.answer("/v1/chat/completions", {**body, **more})["usage"]["speculation"]["notes"], ""][:1]
+        assert [word in note for word in ("tools' schemas", "look-around", "uniqueItems")] == [there] * 3
+
+
 OUTSIDE = {"properties": {"a": {"$ref": "https://a.b/c.json"}}}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 FORMAT = {"type": "json_schema", "schema": OUTSIDE}

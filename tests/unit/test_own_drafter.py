@@ -192,6 +192,23 @@ def test_rounding_of_q_is_mended() -> None:
     assert abs(drafts.q.sum() - 1) < 1e-12
 
 
+def test_an_engine_of_objects_checks_what_one_that_loads_checks() -> None:
+    class Nameless(Drafter):
+        name = None  # type: ignore[assignment]
+
+        def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+            return Drafts.empty(len(rows))
+
+    for drafter, said in (
+        (Nameless(), "its name is None"),
+        ("ngram", "'ngram' is no Drafter: Engine.load takes specs"),
+    ):
+        with pytest.raises(DrafterError, match=said):
+            Engine(ToyModel(), ToyTokenizer(), drafter=drafter)  # type: ignore[arg-type]
+        with pytest.raises(DrafterError, match=said):
+            Engine(ToyModel(), ToyTokenizer(), drafters={"other": drafter})  # type: ignore[dict-item]
+
+
 def test_one_that_brings_nothing_is_remarked_on_once_an_engine() -> None:
     """Not for every answer: as soon as 64 of its tokens were tried, over all of them."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -132,6 +132,12 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OUTPACE_DRAFTER", spec)
         with pytest.raises(DrafterError, match=said):
             sglang.configured()
+    monkeypatch.setenv("OUTPACE_DRAFTER", "ngram+suffix:history=1,file=kept.history")
+    assert sglang.configured(SimpleNamespace(tp_size=1))
+    with pytest.raises(DrafterError, match=r"SGLang's 2 ranks \(--tp\) .* leave file out"):
+        sglang.configured(SimpleNamespace(tp_size=2))
+    monkeypatch.setenv("OUTPACE_DRAFTER", "suffix:history=1")
+    assert sglang.configured(SimpleNamespace(tp_size=2))
     monkeypatch.setenv("OUTPACE_DRAFTER", "suffix")
     older = ModuleType("sglang.srt.speculative.ngram_worker")
     older.__dict__["NGRAMWorker"] = type("NGRAMWorker", (), {"_prepare_draft_tokens": lambda self, batch, more: None})
@@ -190,7 +196,7 @@ def test_sglangs_registry_and_worker(overlap: bool, monkeypatch: pytest.MonkeyPa
             speculative_ngram_external_sam_budget=0, speculative_ngram_external_corpus_max_tokens=0,
         )  # fmt: skip
         running.get_schedule.return_value = SimpleNamespace(disable_overlap_schedule=not overlap, page_size=1)
-        worker.__init__(None, 0, 0, SimpleNamespace(model_runner=model))
+        worker.__init__(SimpleNamespace(tp_size=2), 0, 0, SimpleNamespace(model_runner=model))
         texts = [phrases(seed, 0.2) for seed in range(4)]
 
         def drafts(batch: Batch) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import I32
 from outpace.common.files import StrPath
+from outpace.errors import DrafterError
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.rules import Penalties
 from outpace.exact.sampling import Chooser
@@ -251,3 +252,15 @@ class LookupDrafter(TreeDrafter):
 
 # What a public call takes as a drafter: a spec, a path, one that is made, or what makes one.
 DrafterSource = StrPath | Drafter | Callable[[DraftContext], Drafter]
+
+
+def described(drafter: Drafter, text: str = "") -> Drafter:
+    """``drafter``, which ``text`` names, if it says of itself what the engine reads. Raises DrafterError."""
+    if not isinstance(drafter, Drafter):
+        hint = "Engine.load takes specs" if isinstance(drafter, str) else "see outpace.drafters.base"
+        raise DrafterError(f"{drafter!r} is no Drafter: {hint}")
+    text = text or type(drafter).__name__
+    for attribute, kind in (("name", str), ("needs", DrafterNeeds), ("cost", DraftCost)):
+        if not isinstance(value := getattr(drafter, attribute), kind):
+            raise DrafterError(f"{text}: its {attribute} is {value!r}: it must be a {kind.__name__}")
+    return drafter

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outpace.drafters.base import DraftContext, DraftCost, Drafter, DrafterNeeds, DrafterSource
+from outpace.drafters.base import DraftContext, Drafter, DrafterSource, described
 from outpace.drafters.catalogue import AUTO, COMMON, METHODS
 from outpace.drafters.lookup.segment_files import MANIFEST
 from outpace.drafters.spec import DrafterSpec
@@ -142,7 +142,7 @@ def _there(module: str) -> bool:
 def _made(spec: DrafterSpec, context: DraftContext) -> Drafter:
     """A drafter of the user's own. Whatever making it raises is a DrafterError that says where."""
     if isinstance(spec.made, Drafter):
-        return _described(spec, spec.made)
+        return described(spec.made, spec.text)
     maker: Any = spec.made
     options = {name: value for name, value in spec.options.items() if name not in COMMON}
     try:
@@ -159,14 +159,7 @@ def _made(spec: DrafterSpec, context: DraftContext) -> Drafter:
         raise DrafterError(f"{spec.text}: the drafter could not be made with a DraftContext ({what})") from error
     if not isinstance(drafter, Drafter):
         raise DrafterError(f"{spec.text} makes {drafter!r}: it must be an outpace.drafters.base.Drafter")
-    return _described(spec, drafter)
-
-
-def _described(spec: DrafterSpec, drafter: Drafter) -> Drafter:
-    for attribute, kind in (("name", str), ("needs", DrafterNeeds), ("cost", DraftCost)):
-        if not isinstance(value := getattr(drafter, attribute), kind):
-            raise DrafterError(f"{spec.text}: its {attribute} is {value!r}: it must be a {kind.__name__}")
-    return drafter
+    return described(drafter, spec.text)
 
 
 def build(spec: DrafterSpec, context: DraftContext) -> Drafter:

@@ -23,7 +23,7 @@ from outpace.common.progress import Advance, in_notebook, progress
 from outpace.control import cost as costs
 from outpace.control.adaptive import Adaptive
 from outpace.control.cost import Cost
-from outpace.drafters.base import Drafter, DrafterSource
+from outpace.drafters.base import Drafter, DrafterSource, described
 from outpace.drafters.none import NoDrafter
 from outpace.engine import intake
 from outpace.engine.core import Core
@@ -201,10 +201,11 @@ class Engine:
         self.options = intake.engine_options(options)
         self._lock = model.lock  # of all that a step touches
         self.drafter = drafter or NoDrafter()
+        for each in (self.drafter, *(drafters or {}).values()):
+            described(each)
+        self.drafter.check_acceptance(self.options.acceptance)
         own = {} if isinstance(self.drafter, NoDrafter) else {self.drafter.name: self.drafter}
         self.drafters: dict[str, Drafter] = {**own, **(drafters or {})}
-        for each in own.values():
-            each.check_acceptance(self.options.acceptance)
         self.adaptive = self.options.size == "auto" and bool(self.drafters)
         policy = None
         if self.adaptive:

@@ -144,6 +144,11 @@ def likeliest(parents: Sequence[int], gains: Sequence[float]) -> list[int]:
     return path
 
 
+def files(spec: DrafterSpec) -> list[str]:
+    """The files of histories that the spec names."""
+    return [str(each.options["file"]) for each in spec.parts or (spec,) if "file" in each.options]
+
+
 def checked(text: str, engine: str) -> DrafterSpec:
     """The spec, where nothing of it needs more than ``engine`` hands out. Raises DrafterError."""
     given = parse(text)

@@ -42,11 +42,12 @@ def register() -> None:
     names = [name for name, value in vars(kinds).items() if isfunction(value) and not name.startswith("_")]
     answers = {name: staticmethod(getattr(ngram, name)) for name in names if name != "create_worker"}
     kind = type("Outpace", (base,), answers)
-    kinds.register(NAME, supports_overlap=True, validate_server_args=lambda _: configured(), spec_class=kind)(worker)
+    kinds.register(NAME, supports_overlap=True, validate_server_args=configured, spec_class=kind)(worker)
 
 
-def configured() -> DrafterSpec:
-    """The spec in OUTPACE_DRAFTER. Raises DrafterError."""
+def configured(args: Any = None) -> DrafterSpec:
+    """The spec in OUTPACE_DRAFTER, for a server with SGLang's ``args`` (None: they are not known). Raises
+    DrafterError."""
     text = os.environ.get("OUTPACE_DRAFTER", "")
     if not text:
         raise DrafterError("no drafter is configured: give one in the environment, OUTPACE_DRAFTER=ngram+suffix")
@@ -55,6 +56,12 @@ def configured() -> DrafterSpec:
         raise DrafterError(
             f"{text}: size={spec.size} has no meaning inside SGLang, which verifies as many tokens of every "
             "request as its speculative_num_draft_tokens says: leave size out"
+        )
+    ranks = getattr(args, "tp_size", 1)
+    if isinstance(ranks, int) and ranks > 1 and lookups.files(spec):
+        raise DrafterError(
+            f"{text}: each of SGLang's {ranks} ranks (--tp) drafts by itself, and would verify other tokens than the "
+            "others where its file differs: leave file out, or --tp"
         )
     return spec
 
@@ -71,6 +78,7 @@ def worker(_: Any = None) -> type:
     class Worker(base):  # type: ignore[misc, valid-type]
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
+            configured(given[0] if given else named.get("server_args"))
             with _as_known("its NGRAM worker differs"):
                 config = self.model_runner.model_config
                 sizes = int(config.vocab_size), int(config.context_len), int(self.draft_token_num)

@@ -202,7 +202,7 @@ class Patch:
         if tokenizers is not None:
             own = [Tokenizer.from_transformers(tokenizer) for tokenizer in tokenizers]
         context = DraftContext(self.model, own[0], self._load_options, nodes)
-        return drafting_with(live(assistant, weak=True)[0], own[1], "assistant", context)
+        return drafting_with(live(assistant, weak=True, beside=self.model)[0], own[1], "assistant", context)
 
     def _forget(self, assistant: int) -> None:
         """Give back what drafts with the assistant of this id; the target is the other engines', too."""

@@ -20,6 +20,7 @@ from outpace.models.recurrent import MOST_LAYERS, DeltaNet, ShortConv, StateSpac
 from outpace.models.rope import Rope
 from outpace.models.weights import safetensors
 from outpace.models.weights.facts import Facts, brief, read_config
+from outpace.models.weights.file_bytes import StoredTensor
 from outpace.models.weights.gguf import GGUFFile
 
 _GGUF, _FOLDER = 0, 1  # columns of KEYS
@@ -308,8 +309,11 @@ def from_folder(folder: Path, verdict: str) -> Decoder:
     return from_config(folder, read_config(folder), verdict)
 
 
-def from_config(folder: Path, config: Mapping[str, Any], verdict: str) -> Decoder:
-    """As ``from_folder``, of a folder whose config.json would say ``config``."""
+def from_config(
+    folder: Path, config: Mapping[str, Any], verdict: str, stored: Mapping[str, StoredTensor] | None = None
+) -> Decoder:
+    """As ``from_folder``, of a folder whose config.json would say ``config``. ``stored``: its tensors by name (None:
+    those of its safetensors files)."""
     text = families.text_part(config)
     config = text or dict(config)
     facts = Facts(str(folder), config, verdict=verdict)
@@ -371,7 +375,7 @@ def from_config(folder: Path, config: Mapping[str, Any], verdict: str) -> Decode
         fed=tuple(kind in ("mlp", "moe") for kind in facts.get("layer_types")) if family.single else (),
         norms=family.norms_flag is None or bool(facts.get(family.norms_flag)),
         beyond=0 if family.heads_beyond is None else facts.whole(family.heads_beyond, most=MOST_LAYERS, least=0),
-        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None),
+        tied=bool(facts.get("tie_word_embeddings")) and not _has_own_head(folder, family, text is not None, stored),
         wrapped=text is not None,
         multiplied=multipliers.from_config(facts) if family.multiplied else NONE,
     )
@@ -383,9 +387,12 @@ def _normed(gguf: GGUFFile, family: Family) -> bool:
     return rule is None or rule.normed is None or f"blk.0.{rule.norm[_GGUF][0]}" in gguf.tensors
 
 
-def _has_own_head(folder: Path, family: Family, wrapped: bool) -> bool:
+def _has_own_head(
+    folder: Path, family: Family, wrapped: bool, stored: Mapping[str, StoredTensor] | None = None
+) -> bool:
     """Whether a folder has a head with other values than its embedding, which then counts whatever config.json says."""
-    _, stored = safetensors.read_folder(folder)
+    if stored is None:
+        _, stored = safetensors.read_folder(folder)
     if wrapped:
         stored = {name: tensor for full, tensor in stored.items() if (name := families.text_name(full)) is not None}
     embedding, head = (stored.get(f"{family.outer[part][_FOLDER]}.weight") for part in ("embedding", "head"))

@@ -165,11 +165,18 @@ def load(
 
 
 def live(
-    module: Any, tokenizer: Any = None, options: LoadOptions | None = None, *, weak: bool = False
+    module: Any,
+    tokenizer: Any = None,
+    options: LoadOptions | None = None,
+    *,
+    weak: bool = False,
+    beside: Model | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer for transformers objects in memory: a PreTrainedModel in evaluation mode, which stays
-    the caller's (``weak``: and is neither kept alive nor watched for changes), and a PreTrainedTokenizer or its folder
-    (None: prompts are token ids).
+    the caller's, and a PreTrainedTokenizer or its folder (None: prompts are token ids).
+
+    ``weak``: it is neither kept alive nor watched for changes, and the native backend computes it where it can, beside
+    a model (``beside``) with which it computes in turn.
 
     Raises ModelError when the model cannot be served exactly; ParameterError for options that say how to load weights.
     """
@@ -207,6 +214,14 @@ def live(
         )
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     ends = () if own is None else own.eos_ids
+    if weak:
+        from outpace.models.torch.native import packed
+
+        runtime = None if beside is None else beside.runtime
+        try:
+            return packed(module, name, options.max_length, options.kv_memory, runtime), own
+        except ModelError as error:
+            log.info("%s; transformers' modules or our forward of them compute", error)
     return _served(module, name, ends, options, weak=weak, watched=not weak), own
 
 

@@ -112,6 +112,7 @@ FIELDS: Mapping[str, Other] = {
     "request_id": Other(str, "give a string"),
     "response_format": Other(None, "use text.format, or output_config.format"),
     "return_progress": Other(bool, "give true or false"),
+    "return_tokens_as_token_ids": Other(Literal[False], "return_token_ids gives ids beside the text"),
     "safe_prompt": Other(Literal[False], "write it as a message of the system"),
     "safety_identifier": Other(str, "give a string"),
     "samplers": Other(Texts, "give strings"),

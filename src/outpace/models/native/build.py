@@ -133,19 +133,23 @@ def open_weights(
     else:
         model = decoders.from_folder(Path(path), _VERDICT)
         weights = tensors.of_folder(Path(path), model)
+    require_served(model, weights)
+    return model, weights, quantize or _TARGETS[dtype]
+
+
+def require_served(model: Decoder, weights: Weights) -> None:
+    """Raise ModelError for shapes that the kernels do not have, and where a tensor would be left out."""
     if (widest := max(shape.head_dim for shape in model.by_layer)) > MAX_HEAD:
         raise ModelError(f"{weights.name} {_VERDICT}: its heads are {widest} wide, and {MAX_HEAD} is the most")
     if (a := model.latent) is not None and (a.rank % 16 or a.value % 16):
         sizes = f"latent vectors of {a.rank} numbers and values of {a.value}"
         raise ModelError(f"{weights.name} {_VERDICT}: it has {sizes}, where multiples of 16 are supported")
-    target = quantize or _TARGETS[dtype]
     if unused := weights.unused():
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ModelError(
             f"{weights.name} {_VERDICT}: it has the tensor {unused[0]!r}{more}, "
             "which this backend does not know, so its output would be another model's"
         )
-    return model, weights, target
 
 
 def build_weights(model: Decoder, weights: Weights, target: str, longest: int, threads: int) -> _native.Weights:

@@ -18,10 +18,12 @@ from outpace.common.arrays import F32, I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import Argument, MemoryLimitError, ModelError, ParameterError
 from outpace.models.base import Batch, KVCache, KVLayout, Model, ModelInfo
+from outpace.models.decoder import Decoder
 from outpace.models.host import usable_cores
 from outpace.models.native.build import build_head, build_weights, kv_bytes, kv_type, open_weights
 from outpace.models.native.output import NativeOutput, NativeParts, features_of
 from outpace.models.weights.gguf import GGUFFile
+from outpace.models.weights.tensors import Weights
 
 
 class NativeKV(KVCache):
@@ -190,6 +192,30 @@ def load_native(
     _option("dtype", dtype, DTYPES)
     if quantize is not None:
         _option("quantize", quantize, QUANTIZE)
+    decoder, weights, target = open_weights(path, quantize, dtype)
+    made = serve(
+        decoder, weights, target, name=name, eos_ids=eos_ids, threads=threads, kv_memory=kv_memory, kv_dtype=kv_dtype,
+        max_length=max_length, isa=isa, runtime=runtime,
+    )  # fmt: skip
+    made.path = path.path if isinstance(path, GGUFFile) else Path(path)
+    return made
+
+
+def serve(
+    model: Decoder,
+    weights: Weights,
+    target: str,
+    *,
+    name: str | None = None,
+    eos_ids: Sequence[int] = (),
+    threads: int | None = None,
+    kv_memory: int | None = None,
+    kv_dtype: str = "auto",
+    max_length: int | None = None,
+    isa: str | None = None,
+    runtime: _native.Runtime | None = None,
+) -> NativeModel:
+    """``load_native``'s second half: of a decoder that is described, and its weights as ``target``."""
     if runtime is not None and threads not in (None, runtime.threads):
         raise ParameterError(
             Argument("threads", threads), f", but the runtime to share has {runtime.threads}: leave ",
@@ -198,7 +224,6 @@ def load_native(
     threads = min(usable_cores(), MOST_THREADS) if threads is None else threads
     if not 1 <= threads <= MOST_THREADS:
         raise ParameterError(Argument("threads", threads), f" is out of range: give 1 to {MOST_THREADS}")
-    model, weights, target = open_weights(path, quantize, dtype)
     try:
         chosen = _native.kernels(isa or os.environ.get("OUTPACE_ISA", ""))
     except ValueError as error:
@@ -243,7 +268,6 @@ def load_native(
         expert_bytes=handle.expert_bytes,
     )
     made = NativeModel(handle, runtime, info, kv_memory)
-    made.path = path.path if isinstance(path, GGUFFile) else Path(path)
     made.lost = weights.lost
     made.stored = {bool(window): i for i, window in enumerate(model.windows) if model.stores(i)}
     if weights.drafts:

@@ -296,7 +296,13 @@ class TransformersModel(Model):
             )
             try:
                 with _plainly(self._device):
-                    agree(partial(self._run, kv=trial, own=self._own, graphs=fixed), trial, reference, strict)
+                    agree(
+                        partial(self._run, kv=trial, own=self._own, graphs=fixed),
+                        trial,
+                        reference,
+                        anatomy.dtype,
+                        strict,
+                    )
                 break
             except (OutpaceError, RuntimeError) as error:
                 self.graphs = None
@@ -335,7 +341,7 @@ class TransformersModel(Model):
         trial = self._cache()
         try:
             with _plainly(self._device):
-                agree(lambda batch: self._run(batch, trial, own), trial, reference)
+                agree(lambda batch: self._run(batch, trial, own), trial, reference, trial.dtype)
         except IndexError as error:
             raise ModelError("its attention has other keys than those of its tokens (compressed, perhaps)") from error
 

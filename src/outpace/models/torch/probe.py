@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from outpace.common.arrays import F32, I32
 from outpace.errors import ModelError
-from outpace.models.base import Batch, Output
+from outpace.models.base import Batch, KVCache, Output
 from outpace.models.torch.anatomy import Anatomy
 from outpace.models.torch.attention import counts, plan
 from outpace.models.torch.decoder import OwnDecoder
@@ -47,9 +47,11 @@ class Reference:
         return Reference(tokens, torch.stack(logits).float().cpu().numpy())
 
 
-def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference, strict: bool = False) -> None:
-    """Serve the reference's tokens through ``forward`` and its empty ``kv``. Raises ModelError on a difference;
-    ``strict``: of a bit, too, from the same tokens one by one."""
+def agree(
+    forward: Callable[[Batch], Output], kv: KVCache, reference: Reference, dtype: torch.dtype, strict: bool = False
+) -> None:
+    """Serve the reference's tokens through ``forward``, of weights in ``dtype``, and its empty ``kv``. Raises
+    ModelError on a difference; ``strict``: of a bit, too, from the same tokens one by one."""
     tokens = reference.tokens.cpu().numpy().astype(np.int32)
     trunk, other = kv.alloc(), kv.alloc()
 
@@ -83,7 +85,7 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference,
     ours, reference_scores = np.concatenate(found), served(reference.logits)
     scale = max(1.0, float(np.abs(reference_scores).max()))
     worst = float(np.abs(ours - reference_scores).max()) / scale
-    if not worst <= TOLERANCE.get(kv.dtype, 1e-3):
+    if not worst <= TOLERANCE.get(dtype, 1e-3):
         raise ModelError(
             f"in chunks, side by side and as a tree its logits differ from its own forward by {worst:.2g} of their "
             f"size, so something besides attention couples its tokens (recurrent state, perhaps)"
@@ -97,12 +99,9 @@ def agree(forward: Callable[[Batch], Output], kv: TorchKV, reference: Reference,
 def prove_in_float32(module: Any, anatomy: Anatomy) -> None:
     """Let ``OwnDecoder`` and ``module``, of 16 bits, agree where rounding hides nothing: in a copy in float32 that has
     one layer of each kind and the first ``ROWS`` tokens. Raises ModelError where they do not."""
-    config, attends, places = module.config, attending_layers(module), iter(range(len(anatomy.windows)))
+    attends, places = attending_layers(module), iter(range(len(anatomy.windows)))
     place = [next(places) if each else None for each in attends]  # among the layers that attend
-    lists = [getattr(config, name, None) or [None] * len(place) for name in ("layer_types", "no_rope_layers")]
-    kinds = list(zip([None if at is None else anatomy.windows[at] for at in place], *lists, strict=True))
-    chosen = sorted({kinds.index(kind) for kind in kinds})
-    small = _copy(module, chosen)
+    small, chosen = small_copy(module, [None if at is None else anatomy.windows[at] for at in place])
     attend = [at for i in chosen if (at := place[i]) is not None]
     windows = [anatomy.windows[at] for at in attend]
     own = OwnDecoder(small, windows, [anatomy.scales[at] for at in attend])
@@ -116,11 +115,15 @@ def prove_in_float32(module: Any, anatomy: Anatomy) -> None:
             logits, _ = own(plan(batch, kv, tuple(dict.fromkeys(windows)), device), len(chosen), None, ())
         return TorchOutput(batch, logits, [], None, 0.0)
 
-    agree(forward, kv, reference)
+    agree(forward, kv, reference, torch.float32)
 
 
-def _copy(module: Any, layers: list[int]) -> Any:
-    """``module`` in float32 with those of its layers, and the first ``ROWS`` tokens."""
+def small_copy(module: Any, windows: Sequence[int | None]) -> tuple[Any, list[int]]:
+    """``module`` in float32 with one layer of each kind and the first ``ROWS`` tokens, and which layers these are.
+    ``windows``: by layer."""
+    lists = [getattr(module.config, name, None) or [None] * len(windows) for name in ("layer_types", "no_rope_layers")]
+    kinds = list(zip(windows, *lists, strict=True))
+    layers = sorted({kinds.index(kind) for kind in kinds})
     done: dict[int, Any] = {}  # what is not copied as a whole
     for outer in (module.get_input_embeddings(), module.get_output_embeddings()):
         done[id(outer.weight)] = torch.nn.Parameter(outer.weight[:ROWS].float(), requires_grad=False)
@@ -132,4 +135,4 @@ def _copy(module: Any, layers: list[int]) -> Any:
     for name in ("layer_types", "no_rope_layers"):
         if getattr(small.config, name, None):
             setattr(small.config, name, [getattr(small.config, name)[i] for i in layers])
-    return small
+    return small, layers

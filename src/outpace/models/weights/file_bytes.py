@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,14 @@ import numpy.typing as npt
 from outpace.errors import ModelError
 
 _POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # how one begins; bytes
+
+
+class Bytes(Protocol):
+    """Where tensors lie: a file, or the memory of another library."""
+
+    def read(self, start: int, n: int) -> npt.NDArray[np.uint8]:
+        """uint8 [n], bytes ``start`` to ``start + n``. Raises ModelError where they are not there."""
+        ...
 
 
 class FileBytes:
@@ -81,7 +90,7 @@ class StoredTensor:
 
     type: str
     shape: tuple[int, ...]
-    file: FileBytes
+    file: Bytes
     start: int
     n_bytes: int
 

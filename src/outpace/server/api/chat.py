@@ -167,14 +167,14 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
     sampling.check_length(tokens, model, "messages")
     thinks = not body.continue_final_message  # what goes on with an answer has no thoughts before it
     after = thoughts_end(template, prompt, calls=offered) if thinks else None
-    wish = formats.wanted(body, body.response_format)
+    wish, left_out = formats.wanted(body, body.response_format), list[str]()  # of tools' schemas
     if offered:
         if isinstance(after, Thoughts) and choice == "auto" and wish is None:  # a text, which may begin as thoughts do
             after = after.end if form.may_think else None
         parallel = body.parallel_tool_calls is not False
         text = tool_grammar(
             form.calls, tools, choice, parallel=parallel, part=wish is not None, close=model.close_schemas,
-            literal=model.grammars.literal,
+            literal=model.grammars.literal, left_out=left_out,
         )  # fmt: skip
         rules = [] if text is None else [formats.rule_of_calls(text, wish, model, after)]
     else:
@@ -208,7 +208,8 @@ def work(body: ChatRequest, settings: ServerSettings, model: Served, scope: str)
         options["shown_tokens"] = shown
     return Work(
         prompts=[tokens], params=params, options=options, parser=parser,
-        trace=body.traced, user=body.user, notes=[*dropped(body, template), *formats.left_out(rules)],
+        trace=body.traced, user=body.user,
+        notes=[*dropped(body, template), *formats.left_out(rules, left_out if offered else None)],
         **sampling.resumed(body, params.n),
     )  # fmt: skip
 

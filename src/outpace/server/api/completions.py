@@ -95,7 +95,7 @@ def work(body: CompletionRequest, settings: ServerSettings, model: Served, scope
     if body.suffix:
         if echo:
             raise APIError(400, "echo repeats a text that goes on, and suffix ends one: give one of them", param="echo")
-        prompts = [between(model, ids, body.suffix, sampling.bounded(most), settings) for ids in prompts]
+        prompts = between(model, prompts, body.suffix, sampling.bounded(most), settings)
     nothing = most == 0 and echo
     of_prompt = (body.prompt_logprobs, body.logprobs if echo else None)
     params = sampling.parameters(
@@ -156,6 +156,7 @@ def _prompts(body: CompletionRequest, model: Served, settings: ServerSettings) -
             sampling.check_text(each, model, "prompt", special=True)
             tokens, text = encode_raw(each, model.tokenizer, add_special=special), each
         elif isinstance(each, str):
+            sampling.check_together([each, body.suffix or ""], model, "prompt")
             tokens, text = plain(each, model, "prompt", settings), each
         else:
             tokens = model.ids(each, "prompt")
@@ -175,9 +176,12 @@ def plain(text: str, model: Served, param: str, settings: ServerSettings) -> I32
     return model.tokenizer.encode(text, add_special=False)
 
 
-def between(model: Served, before: I32, suffix: str, answer: int | None, settings: ServerSettings, **more: Any) -> I32:
-    """The prompt, token ids int32 [n], for a middle of ``answer`` tokens (None: the model ends it) that ``suffix``
-    follows. ``more``: as ``Middle.prompt`` has it. Raises APIError where the model has no tokens for that."""
+def between(
+    model: Served, befores: Sequence[I32], suffix: str, answer: int | None, settings: ServerSettings, **more: Any
+) -> list[I32]:
+    """The prompts, token ids int32 [n], for a middle of ``answer`` tokens (None: the model ends it) between each of
+    ``befores`` and ``suffix``. ``more``: as ``Middle.prompt`` has it. Raises APIError where the model has no tokens for
+    that."""
     tokens, most = model.tokenizer.middle, model.info.max_length
     if tokens is None:
         raise APIError(
@@ -188,9 +192,8 @@ def between(model: Served, before: I32, suffix: str, answer: int | None, setting
     start = [token for token in model.tokenizer.encode("").tolist() if token == model.tokenizer.bos_id]
     after = plain(suffix, model, "suffix", settings)
     room = most // 4 if answer is None else min(answer, most // 2)
-    return tokens.prompt(
-        partial(model.tokenizer.encode, add_special=False), before, after, start=start, most=most - room, **more
-    )
+    encode = partial(model.tokenizer.encode, add_special=False)
+    return [tokens.prompt(encode, ids, after, start=start, most=most - room, **more) for ids in befores]
 
 
 def ended(params: SamplingParams, model: Served) -> SamplingParams:

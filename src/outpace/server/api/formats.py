@@ -102,10 +102,12 @@ def rules(found: tuple[Source, str] | None, model: Served, after: After) -> list
         raise APIError(400, str(error), param=name) from error
 
 
-def left_out(rules: Sequence[Any]) -> list[str]:
-    """What the answer says of schemas whose keywords no grammar can all express."""
-    found = [word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out]
-    return [cut(f"not enforced of the JSON schema: {', '.join(found)}", 2000)] if found else []
+def left_out(rules: Sequence[Any], of_tools: Sequence[str] | None = None) -> list[str]:
+    """What the answer says of schemas whose keywords no grammar can all express. ``of_tools``: where ``rules`` bind
+    calls, what was left out of tools' schemas before."""
+    found = [*(of_tools or ()), *(word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out)]
+    whose = "the JSON schema" if of_tools is None else "the tools' schemas"
+    return [cut(f"not enforced of {whose}: {', '.join(dict.fromkeys(found))}", 2000)] if found else []
 
 
 def compiled(source: Source, grammars: Grammars, after: After = None) -> LogitRule:

@@ -147,12 +147,15 @@ async def infill(request: Request, body: InfillRequest) -> Answer | Response:
     def work(model: Served, scope: str) -> Work:
         before, after = body.input_prefix, body.input_suffix
         files = [(each.filename, each.text) for each in body.input_extra or ()]
+        sampling.check_together(
+            [before, after, *map("".join, files)], model, "input_extra" if files else "input_prefix"
+        )
         for text in (name + text for name, text in files):
             sampling.check_size(text, model, "input_extra", settings.max_values)
         begun = body.prompt or ""
         sampling.check_text(begun, model, "prompt", special=True)
-        ids = completions.between(
-            model, completions.plain(before, model, "input_prefix", settings), after, _most(body, settings), settings,
+        (ids,) = completions.between(
+            model, [completions.plain(before, model, "input_prefix", settings)], after, _most(body, settings), settings,
             files=files, begun=model.tokenizer.encode(begun, add_special=False, parse_special=True).tolist(),
         )  # fmt: skip
         made = _work(body, ids.tolist(), settings, model, scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from types import UnionType
@@ -123,7 +124,7 @@ class Sampling(Parameters):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, description="Log-probabilities of the prompt's tokens, with so many others; not in streams."
+        default=None, description="Log-probabilities of the prompt's tokens, with so many others; not in streams."
     )
     timings_per_token: bool | None = Field(default=None, description="The answer, or each chunk, has `timings`.")
 
@@ -211,6 +212,11 @@ def check_logprobs(name: str, wanted: int, settings: ServerSettings) -> None:
 
 
 def check_prompt_logprobs(body: Sampling, settings: ServerSettings) -> None:
+    if body.prompt_logprobs is not None and body.prompt_logprobs < 0:
+        raise APIError(
+            400, f"prompt_logprobs={body.prompt_logprobs} would be of the whole vocabulary (in vLLM): ask for 0 to "
+            f"{settings.max_logprobs}", param="prompt_logprobs",
+        )  # fmt: skip
     check_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
     if body.prompt_logprobs is not None and body.stream:
         raise APIError(
@@ -243,6 +249,15 @@ def check_size(text: str, model: Served, param: str, most: int, *, special: bool
         raise APIError(
             400, f"the text has {len(text)} characters: this server makes at most {model.most_text} and {most} tokens "
             "of one", param=param,
+        )  # fmt: skip
+
+
+def check_together(texts: Sequence[str], model: Served, param: str) -> None:
+    """Raise APIError for texts of one prompt that have more characters than one text may have."""
+    if (size := sum(map(len, texts))) > model.most_text:
+        raise APIError(
+            400, f"the prompt's texts have {size} characters together: this server reads at most {model.most_text}; "
+            "send what is near the place alone", param=param,
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def tool_grammar(
     part: bool = False,
     close: bool = False,
     literal: Literal = quoted,
+    left_out: list[str] | None = None,
 ) -> str | None:
     """Lark text (llguidance's) for an answer, or None where nothing binds it. ``tools``: as ``checked`` gives them.
 
@@ -43,7 +44,8 @@ def tool_grammar(
     where a function is strict or ``parallel`` is off: plain text, or text and then calls. A named function is called
     once. ``part``: an answer without a call must be ``@part``, the grammar of the answer's own format. ``close``:
     arguments have no properties that their schema does not name, unless it allows them. ``literal``: writes a text, in
-    which control tokens are spelled. Raises ParameterError where the choice cannot be honoured.
+    which control tokens are spelled. ``left_out`` gets what of the schemas is not enforced. Raises ParameterError
+    where the choice cannot be honoured.
     """
     name = choice_name(choice, tools)
     if choice == "none" or not tools:
@@ -59,10 +61,11 @@ def tool_grammar(
     several = parallel and name is None and spelling.kind != "channels"
     rules = [*_start(spelling, forced, several, part, literal)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
+    unenforced: list[str] = [] if left_out is None else left_out
     for i, function in enumerate(chosen):
         try:
             check(function.get("parameters"))
-            schema = _schema(function, close)
+            schema = _schema(function, close, unenforced)
         except (GrammarError, RecursionError) as error:
             place = Argument(f"tools.{[tool['function'] for tool in tools].index(function)}.function.parameters")
             raise ParameterError(place, f" cannot be used: {error}") from error
@@ -106,9 +109,9 @@ def _wild(text: str, literal: Literal) -> str:
     return f" {_ID} ".join(literal(part) for part in text.split(WILD))
 
 
-def _schema(function: Mapping[str, Any], close: bool) -> dict[str, Any]:
+def _schema(function: Mapping[str, Any], close: bool, left_out: list[str]) -> dict[str, Any]:
     schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
-    schema = expressed(schema if function.get("strict") else loosened(schema, []))
+    schema = expressed(schema if function.get("strict") else loosened(schema, left_out))
     schema["x-guidance"] = _ONE_LINE | ({} if function.get("strict") else {"lenient": True})
     return dict(closed(schema)) if close else schema
 
