@@ -134,7 +134,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             sglang.configured()
     monkeypatch.setenv("OUTPACE_DRAFTER", "ngram+suffix:history=1,file=kept.history")
     assert sglang.configured(SimpleNamespace(tp_size=1))
-    with pytest.raises(DrafterError, match=r"SGLang's 2 ranks \(--tp\) .* leave file out"):
+    with pytest.raises(DrafterError, match=r"SGLang's 2 ranks \(its tp_size\) .* leave file out"):
         sglang.configured(SimpleNamespace(tp_size=2))
     monkeypatch.setenv("OUTPACE_DRAFTER", "suffix:history=1")
     assert sglang.configured(SimpleNamespace(tp_size=2))

@@ -60,8 +60,8 @@ def configured(args: Any = None) -> DrafterSpec:
     ranks = getattr(args, "tp_size", 1)
     if isinstance(ranks, int) and ranks > 1 and lookups.files(spec):
         raise DrafterError(
-            f"{text}: each of SGLang's {ranks} ranks (--tp) drafts by itself, and would verify other tokens than the "
-            "others where its file differs: leave file out, or --tp"
+            f"{text}: each of SGLang's {ranks} ranks (its tp_size) drafts by itself, and would verify other tokens "
+            "than the others where its file differs: leave file out, or serve with one rank"
         )
     return spec
 
