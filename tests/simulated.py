@@ -186,9 +186,10 @@ class Driven(Adaptive):
     """The policy in an ``_native.Rows`` whose drafters and model are simulated: ``plan`` before drafting, ``trim``
     after, ``learn`` after the verdicts, once a step in this order. A step that fails in between is planned again."""
 
-    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:
+    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False, vocab: int = AUTO_SIZE + 1,
+                 names: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(cost, stretch=stretch, explain=explain)
-        self._step = _native.Rows(AUTO_SIZE + 1, [], "target")
+        self._step, self._names = _native.Rows(vocab, [], "target"), tuple(names)
         self._rows: dict[int, tuple[RowView, _native.Row]] = {}
         self._tokens = np.zeros(100_001, np.int32)
         self._left: list[int] = []  # rows that were to draft
@@ -198,7 +199,7 @@ class Driven(Adaptive):
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
-                v.row, v.request, 1, v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
+                v.row, v.request, 1, v.adaptive, v.drafter, None, self._names, False, True, False, False, v.acceptance, False,
                 chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
@@ -213,6 +214,14 @@ class Driven(Adaptive):
         self._step.begin(self.native, given, chunks)
         self._left, _ = self._step.propose()
         return Sizes(*self._step.sizes)
+
+    def asked(self, rows: Sequence[RowView]) -> list[RowView]:
+        """The planned rows, as drafters are asked for them."""
+        sizes = zip(rows, *self._step.sizes, strict=True)
+        return [
+            v._replace(depth=levels, floor=floor, in_step=self._step.in_step(i))
+            for i, (v, _, levels, floor) in enumerate(sizes)
+        ]
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""

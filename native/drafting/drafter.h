@@ -11,6 +11,8 @@
 
 namespace outpace {
 
+class Policy;
+
 struct Asked {  // a row that is to be drafted for
     int64_t row, request;
     int64_t prompt;         // tokens of it that are the prompt's
@@ -24,6 +26,10 @@ struct Asked {  // a row that is to be drafted for
     // Where it is not 0, a drafter that knows the chances of paths stops where all are less, and else goes on beyond `levels`.
     double floor = 0.0;
     bool drawn = false;  // it samples under rejection: how much is drafted may not depend on what is drawn
+    // The policy in whose step it is the row `place`, for compositions, and what their parts' numbers stand for there; null: none.
+    Policy* policy = nullptr;
+    size_t place = 0;
+    const std::vector<int>* sources = nullptr;
 
     int depth() const { return levels < 0 ? size : std::min(size, levels); }  // most levels of a draft
 };

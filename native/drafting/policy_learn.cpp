@@ -66,14 +66,16 @@ void Policy::count(Step& step, const std::vector<int32_t>& path) {
         const Node& node = step.draft[static_cast<size_t>(kept)];
         if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
         const double right = good[static_cast<size_t>(kept)];
-        node.learns->learn(right);
-        if (node.second) continue;
-        if (node.said > 0) chances_.table(node.source, step.kind.sampling).learn(node.said, right > 0);
-        if (!step.row) continue;
+        for (const Word& word : step.words) {
+            if (word.path != node.path) continue;
+            word.learns->learn(right);
+            if (!word.second && word.said > 0) word.table->learn(word.said, right > 0);
+        }
+        if (node.second || !step.row) continue;
         double& bias = step.row->bias[node.parent >= 0];
         bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
     }
-    if (step.kind.levels >= 0) count_levels(step, good, last, path.size());
+    if (step.kind.levels >= 0) count_levels(step, good);
     if (step.view.adaptive && step.whole && !step.kept.empty()) {
         Whole& known = wholes_[{step.kind.drafter, step.kind.sampling}];
         known = {known.drafts * 0.98 + 1, known.gained * 0.98 + static_cast<double>(path.size()),
@@ -83,21 +85,25 @@ void Policy::count(Step& step, const std::vector<int32_t>& path) {
 
 // How far the drafts of whoever pays by the level went: a level after which there was no node brought nothing. Nodes that
 // were not verified count for what was expected of them.
-void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, size_t accepted) {
+void Policy::count_levels(Step& step, const std::vector<bool>& good) {
     auto& levels = chances_.table(step.kind.levels, step.kind.sampling).levels;
     double dropped = 0.0;
     bool tried = false;
+    int last = -1, depth = 0;  // of its own path, which a lookup's may have left
     for (size_t n = 0; n < step.draft.size(); ++n) {
         const Node& node = step.draft[n];
-        if (node.source != step.kind.levels) continue;
-        if (good[n]) levels[std::min(static_cast<size_t>(node.depth), levels.size() - 1)].learn(1.0);
-        if (node.parent != last) continue;
-        if (std::find(step.kept.begin(), step.kept.end(), static_cast<int>(n)) != step.kept.end())
+        const auto its = [&](const Word& word) { return word.path == node.path && word.source == step.kind.levels; };
+        if (node.parent != last || std::none_of(step.words.begin(), step.words.end(), its)) continue;
+        if (good[n]) {
+            levels[std::min(static_cast<size_t>(depth), levels.size() - 1)].learn(1.0);
+            last = static_cast<int>(n), ++depth, dropped = 0.0, tried = false;
+        } else if (std::find(step.kept.begin(), step.kept.end(), static_cast<int>(n)) != step.kept.end()) {
             tried = true;
-        else
+        } else {
             dropped += node.chance;
+        }
     }
-    if (static_cast<int>(accepted) < step.levels) levels[std::min(accepted, levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
+    if (depth < step.levels) levels[std::min(static_cast<size_t>(depth), levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
 }
 
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.

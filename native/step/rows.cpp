@@ -100,7 +100,7 @@ void Rows::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = each.kind.rejection ? nullptr : &each.sampling;
         asked_.push_back({each.row, each.kind.request, each.prompt, each.tokens, each.length, each.nodes, stepwise ? each.depth : -1,
-            each.adaptive, sampling, &each.chooser.edits, each.floor});
+            each.adaptive, sampling, &each.chooser.edits, each.floor, false, policy(), i, &each.sources});
     }
     drafter.propose(asked_, drafted_);
     for (size_t j = 0; j < at.size(); ++j) {

@@ -79,7 +79,7 @@ class RowView(NamedTuple):
     verified. ``adaptive``: the policy chooses how much is drafted, not the request. ``depth``: levels that a stepwise
     drafter may draft (None: as many as nodes); ``floor``: where it is not 0, EAGLE stops by it instead, where no path's
     chance is as large. ``drafter``: the name of the one that the request chose ("none": it
-    decodes plainly), and its ``cost``.
+    decodes plainly), and its ``cost``. ``in_step``: the row in its policy's step, for compositions (None: it has none).
     """
 
     row: int
@@ -93,6 +93,7 @@ class RowView(NamedTuple):
     floor: float = 0.0
     drafter: str = ""
     cost: DraftCost = DraftCost()
+    in_step: _fast.native.InStep | None = None
 
 
 class Event(NamedTuple):
