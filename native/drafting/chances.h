@@ -12,6 +12,8 @@
 #include <map>
 #include <utility>
 
+#include <cstdlib>
+#define toggle(name) ([] { static const bool on = std::getenv(name); return on; }())
 namespace outpace {
 
 struct Chance {  // of nodes that are alike
@@ -62,7 +64,7 @@ public:
 
     // Called once a step: what a bad spell taught fades, and is tried again.
     void tick() {
-        if (++ticks_ % 64) return;
+        if (toggle("H1_NOFADE") || ++ticks_ % 64) return;
         const auto fade = [](auto& chances) {
             for (Chance& chance : chances) chance.accepted *= 0.98, chance.tried *= 0.98;
         };

@@ -174,7 +174,7 @@ void Policy::plan_levels(bool beside) {
     std::vector<double> gains(count_, 1.0);
     double best = 0.0, floor = 0.0, fastest = 1.0, first = 0.0;
     for (const size_t i : rows)
-        for (const double gain : steps_[i].offers) nodes.push_back({gain, static_cast<int>(i), 0});
+        for (const auto& [depth, gain] : steps_[i].offers) nodes.push_back({gain, static_cast<int>(i), -depth});
     std::sort(nodes.begin(), nodes.end());
     const Choice alone = choose(nodes, 0.0);  // what lookups bring without a network
     if (alone.nodes && bearable(nodes, alone.nodes, 0.0) == alone.nodes)
@@ -184,11 +184,11 @@ void Policy::plan_levels(bool beside) {
     const auto next = [&](size_t i, int l) {  // the chance of the row's path to its l-th level
         const auto& chances = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling).levels;
         const double chance = chances[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)].given(Chances::kUnknown);
-        return gains[i] * biased(chance, steps_[i].row->bias[l > 1]);
+        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels][toggle("H1_DEPTH") && l > 1]);
     };
-    const auto adds = [&](size_t i, int l) {  // that no lookup is right so deep
-        const std::vector<double>& right = steps_[i].beside;
-        return next(i, l) * (l <= static_cast<int>(right.size()) ? 1.0 - right[static_cast<size_t>(l) - 1] : 1.0);
+    const auto right = [&](size_t i, int l) {  // the chance that a lookup is, so deep
+        const std::vector<double>& found = steps_[i].beside;
+        return l <= static_cast<int>(found.size()) ? found[static_cast<size_t>(l) - 1] : 0.0;
     };
     double asking = 0.0;
     for (;;) {
@@ -196,7 +196,7 @@ void Policy::plan_levels(bool beside) {
         for (const size_t i : rows) {
             Network& its = drafters[steps_[i].kind.drafter];
             const int deepest = its.level > 0 ? steps_[i].nodes : 1;  // until a level's time is known
-            if (its.levels < deepest) its.brings += adds(i, its.levels + 1);
+            if (its.levels < deepest) its.brings += next(i, its.levels + 1) * (1.0 - right(i, its.levels + 1));
         }
         std::vector<std::pair<const int, Network>*> order;  // who brings most for its time comes first
         for (auto& each : drafters)
@@ -206,9 +206,14 @@ void Policy::plan_levels(bool beside) {
             [](const auto* a, const auto* b) { return a->second.brings * b->second.level > b->second.brings * a->second.level; });
         const auto grown = [&](const std::pair<const int, Network>& each) {  // the nodes, with another level of a network
             std::vector<Free> found = nodes;
-            for (const size_t i : rows)
-                if (steps_[i].kind.drafter == each.first && steps_[i].nodes > each.second.levels)
-                    found.push_back({adds(i, each.second.levels + 1), static_cast<int>(i), each.second.levels + 1});
+            const int l = each.second.levels + 1;
+            for (const size_t i : rows) {
+                if (steps_[i].kind.drafter != each.first || steps_[i].nodes < l) continue;
+                const double gain = next(i, l), others = right(i, l);
+                for (Free& node : found)  // the likelier comes first; the other is worth what that leaves
+                    if (gain > others && node.row == static_cast<int>(i) && node.node == -l) node.gain *= 1.0 - gain;
+                found.push_back({gain > others ? gain : gain * (1.0 - others), static_cast<int>(i), l});
+            }
             std::sort(found.begin(), found.end());
             return found;
         };
@@ -264,7 +269,7 @@ void Policy::plan_levels(bool beside) {
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0) {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
-            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[1]);
+            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels][toggle("H1_DEPTH")]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
             step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
@@ -423,10 +428,12 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
 }
 
 // The learned chance of a node, given its parent's, by what was said of it.
-double Policy::chance(const Step& step, const Word& word) const {
+double Policy::chance(const Step& step, Word& word) const {
     const double said = word.said < 0 ? Chances::kUnknown : word.second ? word.said : std::pow(word.said, word.table->power());
     const bool first = step.paths[static_cast<size_t>(word.path)].parent < 0;
-    return word.second ? word.learns->given(said) : biased(word.learns->given(said), step.row->bias[!first]);
+    word.chance = word.learns->given(said);
+    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source][toggle("H1_DEPTH") && !first]);
+    return word.chance;
 }
 
 // The path to a draft's node n, which `source` proposes; `places`: the paths of the nodes before it.
@@ -439,7 +446,7 @@ int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std
     const int path = static_cast<int>(known - step.paths.begin());
     const auto of_it = [&](const Word& word) { return word.path == path && (source < 0 || word.source == source); };
     if (known == step.paths.end())
-        step.paths.push_back({above, draft.tokens[n]});
+        step.paths.push_back({above, draft.tokens[n], above < 0 ? 0 : step.paths[static_cast<size_t>(above)].depth + 1});
     else if (std::any_of(step.words.begin(), step.words.end(), of_it))
         return path;
     if (source < 0) source = draft.sources[n];
@@ -448,12 +455,10 @@ int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std
         said = -1.0;
     else if (parent >= 0)
         said = gain_of(static_cast<size_t>(parent)) > 0 ? said / gain_of(static_cast<size_t>(parent)) : 0.0;
-    int depth = 0;
-    for (int at = above; at >= 0; at = step.paths[static_cast<size_t>(at)].parent) ++depth;
     const bool second = std::find(draft.parents.begin(), draft.parents.begin() + static_cast<std::ptrdiff_t>(n), parent) !=
                         draft.parents.begin() + static_cast<std::ptrdiff_t>(n);
     Chances::Table& table = chances_.table(source, step.kind.sampling);
-    Chance& learns = Chances::of(table, depth, said, second);
+    Chance& learns = Chances::of(table, step.paths[static_cast<size_t>(path)].depth, said, second);
     step.words.push_back({path, source, said < 0 ? said : std::min(std::max(said, 0.005), 0.995), second, &table, &learns});
     return path;
 }
@@ -465,7 +470,7 @@ void Policy::rate(size_t place, int64_t row, int source, Draft& draft) {
     std::vector<double> gains;
     for (size_t n = 0; n < draft.size(); ++n) {
         places.push_back(hear(step, draft, n, source, places));
-        const auto said = [&](const Word& word) { return word.path == places[n] && word.source == source; };
+        const auto said = [&](Word& word) { return word.path == places[n] && word.source == source; };
         const double its = chance(step, *std::find_if(step.words.begin(), step.words.end(), said));
         gains.push_back(its * (draft.parents[n] < 0 ? 1.0 : gains[static_cast<size_t>(draft.parents[n])]));
     }
@@ -479,11 +484,12 @@ void Policy::plan_beside(const std::vector<Found>& found) {
         Step& step = steps_[place];
         if (!step.levels && !step.unread) continue;
         const std::vector<int> depths = draft->depths();
-        step.offers = draft->gains;
+        step.offers.clear();
         step.beside.assign(static_cast<size_t>(*std::max_element(depths.begin(), depths.end())), 0.0);
         for (size_t n = 0; n < depths.size(); ++n) {
             double& right = step.beside[static_cast<size_t>(depths[n]) - 1];
             right = std::min(right + draft->gains[n], 1.0);
+            step.offers.emplace_back(depths[n], draft->gains[n]);
         }
         any = true;
     }
@@ -501,7 +507,7 @@ void Policy::look(Step& step, const Draft& draft) {
         const bool second = left < 1.0;
         places.push_back(hear(step, draft, n, -1, places));
         double its = 0.0;
-        for (const Word& word : step.words)
+        for (Word& word : step.words)
             if (word.path == places[n]) its = std::max(its, chance(step, word));
         const double chance = std::min(its, left);
         left = std::max(left - chance, 0.0);
@@ -534,7 +540,7 @@ Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool
         if (value > worth) worth = value, best = {n, tokens, speed};
     }
     best.speed = fastest.speed;
-    Choice& found = fastest.speed > advantage_ ? fastest : best;
+    Choice& found = fastest.speed > advantage_ && !toggle("H1_NOFAST") ? fastest : best;
     if (found.nodes == n - 1) found.why = refused;
     return found;
 }

@@ -91,8 +91,9 @@ public:
     const std::vector<int>& kept(size_t i) const { return steps_[i].kept; }
     const Decision& decision(size_t i) const { return steps_.at(i).decision; }
 
-    // `paths`: of all rows, the accepted nodes of what was kept.
-    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts);
+    // `paths`, `tokens`: of all rows, the accepted nodes of what was kept; and what was committed, a token more.
+    using Of = std::vector<const std::vector<int32_t>*>;
+    void learn(const Of& paths, const Of& tokens, const Seconds& seconds, double experts);
     void release(int64_t row);
 
     size_t rows() const { return rows_.size(); }
@@ -107,7 +108,7 @@ private:
 
     struct Row {
         Kind kind;
-        std::array<double, 2> bias{};  // of its first nodes and of deeper ones, in log-odds
+        std::map<int, std::array<double, 2>> bias;  // by source, in log-odds
         double lead = 0.0;             // plain steps that it is ahead of plain decoding
         double wall = 0.0;             // plain steps that it was in
         double value = 0.0;            // plain steps that asking saves, lately
@@ -144,10 +145,12 @@ private:
         bool second;  // a child after another of the same drafter
         Chances::Table* table;
         Chance* learns;
+        double chance = 0.0;  // given its parent, learned
     };
     struct Path {  // of tokens, which several drafters may have proposed
         int parent;
         int32_t token;
+        int depth;  // of its end, from 0
     };
     struct Node {  // that was proposed
         int parent, depth, path;
@@ -163,7 +166,8 @@ private:
         double floor;  // of a path's chance, for another level
         bool whole;  // its draft is verified whole, or not at all
         bool tried;  // levels are allowed to learn what they bring, whatever else was found
-        std::vector<double> offers, beside;  // chances of what lookups beside its network found; by depth, that one is right
+        std::vector<std::pair<int, double>> offers;  // what lookups beside its network found: depths, and chances of paths;
+        std::vector<double> beside;                  // by depth, that one of them is right
         std::vector<Path> paths;
         std::vector<Word> words;
         std::vector<Node> draft;
@@ -198,12 +202,12 @@ private:
     int bearable(const std::vector<Free>& free, int nodes, double asking) const;
     bool plan_whole(Step& step);
     void plan_levels(bool beside);
-    double chance(const Step& step, const Word& word) const;
+    double chance(const Step& step, Word& word) const;
     int hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places);
     void look(Step& step, const Draft& draft);
-    void count(Step& step, const std::vector<int32_t>& path);
+    void count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens);
     void count_levels(Step& step, const std::vector<bool>& good);
-    void settle(const std::vector<const std::vector<int32_t>*>& paths);
+    void settle(const Of& paths);
     void read();
     void time_drafting(const Seconds& seconds);
 

@@ -17,9 +17,9 @@ constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-
 
 }  // namespace
 
-void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts) {
+void Policy::learn(const Of& paths, const Of& tokens, const Seconds& seconds, double experts) {
     if (!count_) return;
-    for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i]);
+    for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i], *tokens[i]);
     settle(paths);
     read();
     time_drafting(seconds);
@@ -27,7 +27,7 @@ void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const 
     count_ = 0;  // a step is learned from once
 }
 
-void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
+void Policy::settle(const Of& paths) {
     const auto chooses = [](const Step& step) { return step.view.adaptive; };
     if (std::none_of(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count_), chooses)) return;
     const int chosen = verified_ - fixed_;
@@ -57,23 +57,29 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 
-// Every node that was tried: a child of the pending token or of an accepted node. `path`: nodes of what was kept.
-void Policy::count(Step& step, const std::vector<int32_t>& path) {
-    std::vector<bool> good(step.draft.size());
-    int last = -1;
-    for (const int32_t node : path) good[static_cast<size_t>(last = step.kept.at(static_cast<size_t>(node)))] = true;
-    for (const int kept : step.kept) {
-        const Node& node = step.draft[static_cast<size_t>(kept)];
-        if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
-        const double right = good[static_cast<size_t>(kept)];
-        for (const Word& word : step.words) {
-            if (word.path != node.path) continue;
-            word.learns->learn(right);
-            if (!word.second && word.said > 0) word.table->learn(word.said, right > 0);
-        }
-        if (node.second || !step.row) continue;
-        double& bias = step.row->bias[node.parent >= 0];
-        bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
+// Everything that was said of a child of the pending token or of an accepted node, if it was verified, or another child of that
+// node was: then the token that was committed there says whether it would have been right. A drafter whose tokens are verified
+// only where a better one proposes them too would seem to be as good as that one.
+void Policy::count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens) {
+    std::vector<bool> good(step.draft.size()), kept(step.paths.size()), right(step.paths.size()), tried(step.paths.size() + 1);
+    for (const int32_t node : path) good[static_cast<size_t>(step.kept.at(static_cast<size_t>(node)))] = true;
+    for (const int node : step.kept) {
+        const auto at = static_cast<size_t>(step.draft[static_cast<size_t>(node)].path);
+        kept[at] = tried[static_cast<size_t>(step.paths[at].parent + 1)] = true;
+        right[at] = good[static_cast<size_t>(node)];
+    }
+    for (const Word& word : step.words) {
+        const auto at = static_cast<size_t>(word.path);
+        const auto& [parent, token, depth] = step.paths[at];
+        if ((parent >= 0 && !right[static_cast<size_t>(parent)]) || !tried[static_cast<size_t>(parent + 1)]) continue;
+        if (!kept[at] && (step.kind.rejection || static_cast<size_t>(depth) >= tokens.size())) continue;
+        const bool its = kept[at] ? right[at] : tokens[static_cast<size_t>(depth)] == token;
+        word.learns->learn(its);
+        if (word.second) continue;
+        if (word.said > 0) word.table->learn(word.said, its);
+        if (!step.row) continue;
+        double& bias = step.row->bias[word.source][toggle("H1_DEPTH") && parent >= 0];
+        bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (its - word.chance)));
     }
     if (step.kind.levels >= 0) count_levels(step, good);
     if (step.view.adaptive && step.whole && !step.kept.empty()) {

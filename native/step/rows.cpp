@@ -283,9 +283,9 @@ std::vector<std::pair<int, std::string>> Rows::settle(Model& model) const {
 
 void Rows::learn(double draft, double body, double experts) {
     if (!policy()) return;
-    std::vector<const std::vector<int32_t>*> paths;
-    for (const Row* each : rows) paths.push_back(&each->verdict.path);
-    planned().learn(paths, {draft, body}, experts);
+    Policy::Of paths, tokens;
+    for (const Row* each : rows) paths.push_back(&each->verdict.path), tokens.push_back(&each->verdict.tokens);
+    planned().learn(paths, tokens, {draft, body}, experts);
 }
 
 std::vector<NativeDrafter*> Rows::observe(const std::vector<std::pair<int, int>>& gains) {

@@ -147,7 +147,7 @@ def speed(story: Story, parts: list[str], level: float, seed: int, watch: Callab
                     path.append(at := n)
             levels, body = network.levels - before, TARGET.width(1 + len(draft))
             noise = np.exp(0.02 * rng.standard_normal(2))
-            verdict = Verdict(np.zeros(len(path) + 1, np.int32), np.array(path, np.int32))
+            verdict = Verdict(np.arange(story.at, story.at + len(path) + 1, dtype=np.int32), np.array(path, np.int32))
             policy.learn(Verdicts.of([verdict]), 5e-5 + level * levels * noise[0], body * noise[1])
             if watch:
                 watch(sizes, drafts, kept, len(path), levels, decisions)
