@@ -150,12 +150,14 @@ def view(row: int = 0, request: int | None = None, *, cost: DraftCost | None = N
     )  # fmt: skip
 
 
-def chains(widths: Sequence[int], said: Sequence[float], source: str = "toy") -> Drafts:
+def chains(widths: Sequence[int], said: Sequence[float], *sources: str) -> Drafts:
+    """Of one source, or of as many as there are rows."""
     width = max(widths, default=0)
     confidence = np.power(np.array(said, np.float32)[:, None], np.arange(1, width + 1, dtype=np.float32)[None])
+    source = np.repeat(np.arange(len(sources), dtype=np.uint8)[:, None], width, 1) if len(sources) > 1 else None
     return Drafts(
         np.zeros((len(widths), width), np.int32), np.array(widths, np.int32),
-        confidence=confidence.astype(np.float32), sources=(source,),
+        confidence=confidence.astype(np.float32), source=source, sources=sources or ("toy",),
     )  # fmt: skip
 
 
@@ -199,8 +201,8 @@ class Driven(Adaptive):
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
-                v.row, v.request, 1, v.adaptive, v.drafter, None, self._names, False, True, False, False, v.acceptance, False,
-                chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
+                v.row, v.request, 1, v.adaptive, v.drafter, None, self._names, False, True, False, False, v.acceptance,
+                False, chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
 
@@ -312,7 +314,7 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
             for size, s, (_, w, at, _) in zip(zip(*sizes, strict=True), stepwise, live, strict=True)
         ]
         offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
-        drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live])
+        drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live], *(v.cost.levels or "toy" for v in its))
         if any(sizes.floors):
             drafts = replace(drafts, levels=np.array(asked, np.int32))
         kept, decisions = policy.trim(drafts)

@@ -12,8 +12,6 @@
 #include <map>
 #include <utility>
 
-#include <cstdlib>
-#define toggle(name) ([] { static const bool on = std::getenv(name); return on; }())
 namespace outpace {
 
 struct Chance {  // of nodes that are alike
@@ -60,21 +58,9 @@ public:
     }
 
     Table& table(int source, int kind) { return tables_[{source, kind}]; }  // it never moves
-    size_t size() const { return tables_.size(); }
-
-    // Called once a step: what a bad spell taught fades, and is tried again.
-    void tick() {
-        if (toggle("H1_NOFADE") || ++ticks_ % 64) return;
-        const auto fade = [](auto& chances) {
-            for (Chance& chance : chances) chance.accepted *= 0.98, chance.tried *= 0.98;
-        };
-        for (auto& [key, table] : tables_)
-            fade(table.said[0]), fade(table.said[1]), fade(table.said[2]), fade(table.unsaid), fade(table.levels);
-    }
 
 private:
     std::map<std::pair<int, int>, Table> tables_;
-    int64_t ticks_ = 0;
 };
 
 }  // namespace outpace

@@ -50,7 +50,6 @@ void Policy::release(int64_t row) {
 // -- before drafting --------------------------------------------------------------------------------------------------
 
 void Policy::plan(const std::vector<View>& views, int64_t prefill) {
-    chances_.tick();
     ++step_;
     count_ = views.size();
     steps_.resize(std::max(steps_.size(), count_));
@@ -184,7 +183,7 @@ void Policy::plan_levels(bool beside) {
     const auto next = [&](size_t i, int l) {  // the chance of the row's path to its l-th level
         const auto& chances = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling).levels;
         const double chance = chances[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)].given(Chances::kUnknown);
-        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels][toggle("H1_DEPTH") && l > 1]);
+        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels]);
     };
     const auto right = [&](size_t i, int l) {  // the chance that a lookup is, so deep
         const std::vector<double>& found = steps_[i].beside;
@@ -245,13 +244,12 @@ void Policy::plan_levels(bool beside) {
     }
     for (const auto& [drafter, its] : drafters) {
         Asking& asker = asking_[drafter];
-        asker.beside = asker.beside || beside;
         if (asker.beside == beside) asker.saves += (1.0 / without - 1.0 / fastest - asker.saves) / 16.0;
     }
     if (beside) {
         for (const size_t i : rows) {
             Step& step = steps_[i];
-            if (step.offers.empty() || step.tried) continue;
+            if (!asking_[step.kind.drafter].beside || step.tried) continue;
             step.levels = std::min(step.levels, drafters[step.kind.drafter].chosen);
             if (!step.levels) step.planned = 0;
         }
@@ -269,7 +267,7 @@ void Policy::plan_levels(bool beside) {
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0) {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
-            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels][toggle("H1_DEPTH")]);
+            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
             step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
@@ -430,9 +428,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
 // The learned chance of a node, given its parent's, by what was said of it.
 double Policy::chance(const Step& step, Word& word) const {
     const double said = word.said < 0 ? Chances::kUnknown : word.second ? word.said : std::pow(word.said, word.table->power());
-    const bool first = step.paths[static_cast<size_t>(word.path)].parent < 0;
     word.chance = word.learns->given(said);
-    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source][toggle("H1_DEPTH") && !first]);
+    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source]);
     return word.chance;
 }
 
@@ -480,18 +477,17 @@ void Policy::rate(size_t place, int64_t row, int source, Draft& draft) {
 void Policy::plan_beside(const std::vector<Found>& found) {
     bool any = false;
     for (const auto& [place, row, draft, at] : found) {
-        if (place >= count_ || steps_[place].view.row != row || draft->empty()) continue;
+        if (place >= count_ || steps_[place].view.row != row) continue;
         Step& step = steps_[place];
-        if (!step.levels && !step.unread) continue;
+        asking_[step.kind.drafter].beside = true;
+        any = any || step.levels || step.unread;
         const std::vector<int> depths = draft->depths();
-        step.offers.clear();
-        step.beside.assign(static_cast<size_t>(*std::max_element(depths.begin(), depths.end())), 0.0);
+        step.beside.assign(depths.size(), 0.0);
         for (size_t n = 0; n < depths.size(); ++n) {
             double& right = step.beside[static_cast<size_t>(depths[n]) - 1];
             right = std::min(right + draft->gains[n], 1.0);
             step.offers.emplace_back(depths[n], draft->gains[n]);
         }
-        any = true;
     }
     if (any) plan_levels(true);
 }
@@ -540,7 +536,7 @@ Policy::Choice Policy::choose(const std::vector<Free>& free, double asking, bool
         if (value > worth) worth = value, best = {n, tokens, speed};
     }
     best.speed = fastest.speed;
-    Choice& found = fastest.speed > advantage_ && !toggle("H1_NOFAST") ? fastest : best;
+    Choice& found = fastest.speed > advantage_ ? fastest : best;
     if (found.nodes == n - 1) found.why = refused;
     return found;
 }

@@ -108,7 +108,7 @@ private:
 
     struct Row {
         Kind kind;
-        std::map<int, std::array<double, 2>> bias;  // by source, in log-odds
+        std::map<int, double> bias;  // by source, in log-odds
         double lead = 0.0;             // plain steps that it is ahead of plain decoding
         double wall = 0.0;             // plain steps that it was in
         double value = 0.0;            // plain steps that asking saves, lately
@@ -132,7 +132,7 @@ private:
         double unread = 0.0;          // so many tokens
         Ratios token;                 // plain steps for one of them
         double saves = kSaves;        // plain steps that a token of an answer saves, lately, once all before it is read
-        bool beside = false;          // that is: beside what lookups save
+        bool beside = false;          // lookups draft before it, and it saves what they do not
         bool dear() const { return value < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known

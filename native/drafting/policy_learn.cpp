@@ -13,7 +13,7 @@ constexpr double kHorizon = 48.0;                    // plain steps over which t
 constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
-constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
+constexpr double kRate = 0.07, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
 }  // namespace
 
@@ -66,7 +66,7 @@ void Policy::count(Step& step, const std::vector<int32_t>& path, const std::vect
     for (const int node : step.kept) {
         const auto at = static_cast<size_t>(step.draft[static_cast<size_t>(node)].path);
         kept[at] = tried[static_cast<size_t>(step.paths[at].parent + 1)] = true;
-        right[at] = good[static_cast<size_t>(node)];
+        right[at] = right[at] || good[static_cast<size_t>(node)];
     }
     for (const Word& word : step.words) {
         const auto at = static_cast<size_t>(word.path);
@@ -78,7 +78,7 @@ void Policy::count(Step& step, const std::vector<int32_t>& path, const std::vect
         if (word.second) continue;
         if (word.said > 0) word.table->learn(word.said, its);
         if (!step.row) continue;
-        double& bias = step.row->bias[word.source][toggle("H1_DEPTH") && parent >= 0];
+        double& bias = step.row->bias[word.source];
         bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (its - word.chance)));
     }
     if (step.kind.levels >= 0) count_levels(step, good);
