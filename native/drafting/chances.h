@@ -59,8 +59,19 @@ public:
 
     Table& table(int source, int kind) { return tables_[{source, kind}]; }  // it never moves
 
+    // Called once a step: what a bad spell taught fades, and is tried again.
+    void tick() {
+        if (++ticks_ % 64) return;
+        const auto fade = [](auto& chances) {
+            for (Chance& chance : chances) chance.accepted *= 0.98, chance.tried *= 0.98;
+        };
+        for (auto& [key, table] : tables_)
+            fade(table.said[0]), fade(table.said[1]), fade(table.said[2]), fade(table.unsaid), fade(table.levels);
+    }
+
 private:
     std::map<std::pair<int, int>, Table> tables_;
+    int64_t ticks_ = 0;
 };
 
 }  // namespace outpace

@@ -50,6 +50,7 @@ void Policy::release(int64_t row) {
 // -- before drafting --------------------------------------------------------------------------------------------------
 
 void Policy::plan(const std::vector<View>& views, int64_t prefill) {
+    chances_.tick();
     ++step_;
     count_ = views.size();
     steps_.resize(std::max(steps_.size(), count_));
