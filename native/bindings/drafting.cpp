@@ -175,8 +175,7 @@ void bind_composed(nb::module_& m) {
         for (const auto& [drafter, fallback, draws, stepwise] : parts)
             each.push_back({drafter.value_or(nullptr), fallback, draws, stepwise});
         new (self) ComposedDrafter(std::move(each));
-    },
-            "parts"_a, nb::keep_alive<1, 2>())
+    }, "parts"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("order", [](const ComposedDrafter& x) { return x.order(); }, "The parts, as they are to be asked.");
     nb::class_<BoundSlots>(m, "Slots", "What a composition's parts propose for rows in one step. Raises ValueError, IndexError.")
         .def(nb::init<const ComposedDrafter&, const SequenceOf<Full>&>(), "composed"_a, "rows"_a, nb::keep_alive<1, 2>(),

@@ -77,7 +77,8 @@ void ComposedDrafter::Slots::settle() {
     }
     if (!policy) return;
     policy->plan_beside(found);
-    for (const Policy::Found& each : found) rows_[each.at].levels = policy->levels(each.place), rows_[each.at].floor = policy->floor(each.place);
+    for (const Policy::Found& each : found)
+        rows_[each.at].levels = policy->levels(each.place), rows_[each.at].floor = policy->floor(each.place);
 }
 
 std::vector<Draft> ComposedDrafter::Slots::merged() {
