@@ -177,5 +177,5 @@ def test_a_network_is_asked_where_it_adds_to_what_a_lookup_found() -> None:
     assert mean("0.9, modest", "rarely right", *parts)[1] > 0.95, "whatever the lookup says of itself"
     assert mean("0.27", "often right", *parts)[1] < 0.15
     bursts, (alone, _) = mean("0.6", "right in bursts", *parts), mean("0.6", "right in bursts", "network")
-    assert 0.4 < bursts[1] < 0.9
+    assert 0.4 < bursts[1] < 0.97
     assert bursts[0] > 1.1 * alone, "each where it is the better one"
