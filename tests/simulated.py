@@ -150,12 +150,14 @@ def view(row: int = 0, request: int | None = None, *, cost: DraftCost | None = N
     )  # fmt: skip
 
 
-def chains(widths: Sequence[int], said: Sequence[float], source: str = "toy") -> Drafts:
+def chains(widths: Sequence[int], said: Sequence[float], *sources: str) -> Drafts:
+    """Of one source, or of as many as there are rows."""
     width = max(widths, default=0)
     confidence = np.power(np.array(said, np.float32)[:, None], np.arange(1, width + 1, dtype=np.float32)[None])
+    source = np.repeat(np.arange(len(sources), dtype=np.uint8)[:, None], width, 1) if len(sources) > 1 else None
     return Drafts(
         np.zeros((len(widths), width), np.int32), np.array(widths, np.int32),
-        confidence=confidence.astype(np.float32), sources=(source,),
+        confidence=confidence.astype(np.float32), source=source, sources=sources or ("toy",),
     )  # fmt: skip
 
 
@@ -186,9 +188,10 @@ class Driven(Adaptive):
     """The policy in an ``_native.Rows`` whose drafters and model are simulated: ``plan`` before drafting, ``trim``
     after, ``learn`` after the verdicts, once a step in this order. A step that fails in between is planned again."""
 
-    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False) -> None:
+    def __init__(self, cost: Cost, *, stretch: float | None = None, explain: bool = False, vocab: int = AUTO_SIZE + 1,
+                 names: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(cost, stretch=stretch, explain=explain)
-        self._step = _native.Rows(AUTO_SIZE + 1, [], "target")
+        self._step, self._names = _native.Rows(vocab, [], "target"), tuple(names)
         self._rows: dict[int, tuple[RowView, _native.Row]] = {}
         self._tokens = np.zeros(100_001, np.int32)
         self._left: list[int] = []  # rows that were to draft
@@ -199,9 +202,8 @@ class Driven(Adaptive):
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
-                v.row, v.request, self.prompts.get(v.row, 1),
-                v.adaptive, v.drafter, None, (), False, True, False, False, v.acceptance, False,
-                chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
+                v.row, v.request, self.prompts.get(v.row, 1), v.adaptive, v.drafter, None, self._names, False, True, False,
+                False, v.acceptance, False, chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
 
@@ -227,6 +229,14 @@ class Driven(Adaptive):
         self._left, _ = self._step.propose()
         *sizes, self.starts = self._step.sizes
         return Sizes(*sizes)
+
+    def asked(self, rows: Sequence[RowView]) -> list[RowView]:
+        """The planned rows, as drafters are asked for them."""
+        sizes = zip(rows, *self._step.sizes, strict=True)
+        return [
+            v._replace(depth=levels, floor=floor, start=start, in_step=self._step.in_step(i))
+            for i, (v, _, levels, floor, start) in enumerate(sizes)
+        ]
 
     def trim(self, drafts: Drafts) -> tuple[Drafts, Sequence[Decision]]:
         """What is to be verified, and each row's decision."""
@@ -317,7 +327,7 @@ def run(policy: Driven, machine: Machine, texts: Sequence[Text], *, rows: int = 
             for size, s, (_, w, at, _) in zip(zip(*sizes, strict=True), stepwise, live, strict=True)
         ]
         offers = [min(n, texts[w].offer[at]) for n, (_, w, at, _) in zip(asked, live, strict=True)]
-        drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live])
+        drafts = chains(offers, [texts[w].said[at] for _, w, at, _ in live], *(v.cost.levels or "toy" for v in its))
         if any(sizes.floors):
             drafts = replace(drafts, levels=np.array(asked, np.int32))
         kept, decisions = policy.trim(drafts)

@@ -13,6 +13,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/chooser.h"
+#include "bindings/policy.h"
 #include "drafting/composed.h"
 #include "drafting/datastore.h"
 #include "drafting/draft_model.h"
@@ -66,9 +67,10 @@ struct HeldDatastore {
 
 // Rows that Python asks for: row, request, tokens of its prompt, committed tokens int32 [L], most nodes; and, for more than
 // lookups, most depth (-1: as many as nodes), the floor, whether the policy chooses, whether it samples under rejection, and
-// its chooser with its rules (None: greedy).
+// its chooser with its rules (None: greedy), and where it stands in a policy's step (None: it has no policy).
 using Plain = TupleOf<int, int, int, I32, int>;
-using Full = TupleOf<int, int, int, I32, int, int, double, bool, bool, int, std::optional<Named>>;
+using Full =
+    TupleOf<int, int, int, I32, int, int, double, bool, bool, int, std::optional<Named>, std::optional<InStep>>;
 
 class AskedRows {
 public:
@@ -85,6 +87,10 @@ public:
             full.levels = nb::cast<int>(each[5]), full.floor = nb::cast<double>(each[6]);
             full.adaptive = nb::cast<bool>(each[7]), full.drawn = nb::cast<bool>(each[8]);
             full.start = nb::cast<int64_t>(each[9]);
+            if (!each[11].is_none()) {
+                const InStep& its = places_.emplace_back(nb::cast<InStep>(each[11]));
+                full.policy = nb::cast<Policy*>(its.policy), full.place = its.place, full.sources = &its.sources;
+            }
             const nb::object chooser = each[10];
             if (chooser.is_none()) continue;
             full.sampling = &samplings_.emplace_back(sampling_of(nb::cast<Named>(chooser)));
@@ -99,6 +105,7 @@ private:
     std::deque<IntView> tokens_;
     std::deque<Sampling> samplings_;
     std::deque<std::vector<Edit>> edits_;
+    std::deque<InStep> places_;
 };
 
 std::vector<Lists> lists_of(const std::vector<Draft>& drafts) {
@@ -120,12 +127,12 @@ public:
     BoundSlots(const ComposedDrafter& composed, const SequenceOf<Full>& rows)
         : composed_(composed), rows_(rows), slots_(composed, rows_.asked) {}
 
-    std::pair<std::vector<size_t>, std::vector<int>> wanted(size_t part) {
+    std::vector<std::tuple<size_t, int, int, double>> wanted(size_t part) {
         asked_ = slots_.wanted(part, at_);
         part_ = part;
-        std::vector<int> sizes;
-        for (const Asked& row : asked_) sizes.push_back(row.size);
-        return {at_, sizes};
+        std::vector<std::tuple<size_t, int, int, double>> found;
+        for (size_t k = 0; k < at_.size(); ++k) found.emplace_back(at_[k], asked_[k].size, asked_[k].levels, asked_[k].floor);
+        return found;
     }
     void ask(const std::vector<size_t>& which) {
         std::vector<Asked> asked;
@@ -165,22 +172,20 @@ void bind_composed(nb::module_& m) {
     nb::class_<ComposedDrafter, NativeDrafter>(m, "ComposedDrafter",
         "See native/drafting/composed.h. parts: native drafter (None: Python's), whether it is a fallback, draws, is stepwise.")
         .def("__init__",
-            [](ComposedDrafter* self, const std::vector<std::tuple<std::optional<NativeDrafter*>, bool, bool, bool>>& parts, double sure,
-                int deep) {
+            [](ComposedDrafter* self, const std::vector<std::tuple<std::optional<NativeDrafter*>, bool, bool, bool>>& parts) {
         std::vector<ComposedDrafter::Part> each;
         for (const auto& [drafter, fallback, draws, stepwise] : parts)
             each.push_back({drafter.value_or(nullptr), fallback, draws, stepwise});
-        new (self) ComposedDrafter(std::move(each), sure, deep);
-    },
-            "parts"_a, "sure"_a, "deep"_a, nb::keep_alive<1, 2>())
+        new (self) ComposedDrafter(std::move(each));
+    }, "parts"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("order", [](const ComposedDrafter& x) { return x.order(); }, "The parts, as they are to be asked.");
     nb::class_<BoundSlots>(m, "Slots", "What a composition's parts propose for rows in one step. Raises ValueError, IndexError.")
         .def(nb::init<const ComposedDrafter&, const SequenceOf<Full>&>(), "composed"_a, "rows"_a, nb::keep_alive<1, 2>(),
             "rows: row, request, tokens of its prompt, committed tokens int32 [L], most nodes, most depth (-1: as many as nodes), floor, "
             "whether the policy chooses, whether it samples under rejection, its chooser with its rules (None: no native part that draws "
-            "is "
-            "asked for it).")
-        .def("wanted", &BoundSlots::wanted, "part"_a, "The rows that a part is asked for next, and the nodes that are left for it.")
+            "is asked for it), what `Rows.in_step` gave (None: it has no policy).")
+        .def("wanted", &BoundSlots::wanted, "part"_a,
+            "The rows that a part is asked for next, the nodes that are left for it, its levels and its floor.")
         .def("ask", &BoundSlots::ask, "which"_a, "The part is native, and drafts for these of the rows that it is asked for.")
         .def("put", &BoundSlots::put, "which"_a, "drafts"_a, "levels"_a.none(),
             "What the part, in Python, proposes for these of them: tokens, parents, gains and sources, and the forwards it took, if it "

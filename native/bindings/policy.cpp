@@ -77,6 +77,7 @@ Decided decision_of(const Policy& policy, size_t i) {
 }
 
 void bind_policy(nb::module_& m) {
+    nb::class_<InStep>(m, "InStep", "Where a row stands in a policy's step: what `Rows.in_step` gives, for `Slots`.");
     nb::class_<Policy>(m, "Policy",
         "What is behind `--size auto`; control/adaptive.py makes it, of a table of costs by new tokens and what lies beyond. stretch: the "
         "longest step that holds others up, in plain steps. Raises ValueError.")

@@ -205,6 +205,12 @@ public:
         return nb::make_tuple(nodes, depths, floors, starts);
     }
 
+    std::optional<InStep> in_step(size_t i) const {
+        const std::vector<int>& sources = rows().rows.at(i)->sources;
+        if (!rows().policy() || sources.empty()) return std::nullopt;
+        return InStep{held_.at(0), i, sources};
+    }
+
     void put(const std::vector<size_t>& where, const DraftsOf& drafts) {
         const Field<int32_t> tokens(drafts.attr("tokens"), "tokens"), widths(drafts.attr("widths"), "widths");
         const Field<int32_t> parents(drafts.attr("parents"), "parents"), levels(drafts.attr("levels"), "levels");
@@ -439,6 +445,7 @@ void bind_step_rows(nb::module_& m) {
             "Of rows with drafts: number in the step and in the cache, where its slots begin, slots of the path, whether those are the "
             "first, and whether others follow.")
         .def_prop_ro("sizes", &BoundRows::sizes, "Nodes to ask for, levels to draft, floors, and where drafters that read begin, by row.")
+        .def("in_step", &BoundRows::in_step, "i"_a, "Row i in its policy's step, for its drafter in Python; None: it has none.")
         .def_prop_ro("batch", &BoundRows::batch, "token, row, position, parent, starts and wanted of the packed Batch.")
         .def_prop_ro("starts", [](BoundRows& x) { return ints(x.rows().starts); })
         .def_prop_ro("hidden_layers", [](BoundRows& x) { return TuplesOf<int>(nb::cast(x.rows().hidden_layers())); },

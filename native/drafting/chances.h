@@ -58,7 +58,6 @@ public:
     }
 
     Table& table(int source, int kind) { return tables_[{source, kind}]; }  // it never moves
-    size_t size() const { return tables_.size(); }
 
     // Called once a step: what a bad spell taught fades, and is tried again.
     void tick() {

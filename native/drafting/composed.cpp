@@ -4,11 +4,12 @@
 #include <utility>
 
 #include "drafting/merge.h"
+#include "drafting/policy.h"
 #include "runtime/kv.h"
 
 namespace outpace {
 
-ComposedDrafter::ComposedDrafter(std::vector<Part> parts, double sure, int deep) : parts_(std::move(parts)), sure_(sure), deep_(deep) {
+ComposedDrafter::ComposedDrafter(std::vector<Part> parts) : parts_(std::move(parts)) {
     for (const bool draws : {false, true})
         for (size_t j = 0; j < parts_.size(); ++j)
             if (parts_[j].draws == draws) order_.push_back(j);
@@ -32,6 +33,7 @@ std::vector<Asked> ComposedDrafter::Slots::wanted(size_t part, std::vector<size_
     for (size_t i = 0; i < rows_.size(); ++i) {
         const int size = each.draws ? left_[i] : rows_[i].size;
         const auto before = drafts_[i].begin() + static_cast<std::ptrdiff_t>(part);
+        if (each.stepwise && rows_[i].adaptive && !rows_[i].levels) continue;
         if (!size || (each.fallback && std::any_of(drafts_[i].begin(), before, [](const Draft& tree) { return !tree.empty(); }))) continue;
         asked.push_back(rows_[i]);
         asked.back().size = size;
@@ -50,31 +52,33 @@ void ComposedDrafter::Slots::ask(size_t part, const std::vector<Asked>& asked, c
 }
 
 void ComposedDrafter::Slots::put(size_t part, size_t row, Draft draft) {
+    const Asked& asked = rows_.at(row);
     std::fill(draft.sources.begin(), draft.sources.end(), static_cast<int>(part));
-    if (composed_.parts_.at(part).stepwise) depths_.at(row) = std::max(depths_[row], draft.levels < 0 ? rows_[row].depth() : draft.levels);
+    if (composed_.parts_.at(part).stepwise) depths_[row] = std::max(depths_[row], draft.levels < 0 ? asked.depth() : draft.levels);
+    if (asked.policy && !asked.drawn) asked.policy->rate(asked.place, asked.row, asked.sources->at(part), draft);
     drafts_.at(row)[part] = std::move(draft);
 }
 
 // What parts that draw are left: under rejection all but what the others, which share half of the nodes, have taken.
 void ComposedDrafter::Slots::settle() {
     settled_ = true;
+    std::vector<Policy::Found> found;
+    Policy* policy = nullptr;
+    certain_.reserve(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
         const Asked& row = rows_[i];
         std::vector<Draft> certain;
         for (size_t j = 0; j < drafts_[i].size(); ++j)
             if (!composed_.parts_[j].draws) certain.push_back(drafts_[i][j]), certain.back().assume();
         certain_.push_back(merge(certain, row.drawn ? row.size / 2 : row.size));
-        const bool spared = !row.drawn && row.adaptive && is_sure(certain_.back(), row.levels);
-        left_.push_back(row.drawn ? row.size - static_cast<int>(certain_.back().size()) : spared ? 0 : row.size);
+        left_.push_back(row.drawn ? row.size - static_cast<int>(certain_.back().size()) : row.size);
+        if (row.policy && composed_.stepwise_ && !row.drawn && row.adaptive)
+            policy = row.policy, found.push_back({row.place, row.row, &certain_.back(), i});
     }
-}
-
-bool ComposedDrafter::Slots::is_sure(const Draft& tree, int depth) const {
-    if (depth <= 0) return false;
-    const std::vector<int> depths = tree.depths();
-    for (size_t n = 0; n < depths.size(); ++n)
-        if (tree.gains[n] >= composed_.sure_ && depths[n] >= std::min(depth, composed_.deep_)) return true;
-    return false;
+    if (!policy) return;
+    policy->plan_beside(found);
+    for (const Policy::Found& each : found)
+        rows_[each.at].levels = policy->levels(each.place), rows_[each.at].floor = policy->floor(each.place);
 }
 
 std::vector<Draft> ComposedDrafter::Slots::merged() {

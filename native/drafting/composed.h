@@ -17,10 +17,10 @@ public:
         bool draws;              // it samples under rejection; asked after all that do not
         bool stepwise;           // takes a forward of its own for every depth
     };
-    // A path as deep as `deep`, or as a stepwise part may go, with the probability `sure`, spares a row the parts that draw.
-    ComposedDrafter(std::vector<Part> parts, double sure, int deep);
+    explicit ComposedDrafter(std::vector<Part> parts);
 
-    // What the parts propose for rows in one step. Each part is asked once, in `order`.
+    // What the parts propose for rows in one step. Each part is asked once, in `order`. Where rows have a policy, a path counts
+    // as much as drafts of its source have been worth, and stepwise parts go as deep as pays beside what the others have found.
     class Slots {
     public:
         Slots(const ComposedDrafter& composed, const std::vector<Asked>& rows);
@@ -33,10 +33,9 @@ public:
 
     private:
         void settle();
-        bool is_sure(const Draft& tree, int depth) const;
 
         const ComposedDrafter& composed_;
-        const std::vector<Asked>& rows_;
+        std::vector<Asked> rows_;
         std::vector<std::vector<Draft>> drafts_;  // by row, then part
         std::vector<Draft> certain_;              // what the parts that do not draw come to, by row
         std::vector<int> left_;                   // nodes for the parts that draw, by row
@@ -56,8 +55,6 @@ public:
 
 private:
     std::vector<Part> parts_;
-    const double sure_;
-    const int deep_;
     std::vector<size_t> order_;
     std::vector<int> layers_;
     bool draws_ = false, stepwise_ = false;

@@ -11,6 +11,8 @@
 
 namespace outpace {
 
+class Policy;
+
 struct Asked {  // a row that is to be drafted for
     int64_t row, request;
     int64_t prompt;         // tokens of it that are the prompt's
@@ -25,6 +27,10 @@ struct Asked {  // a row that is to be drafted for
     double floor = 0.0;
     bool drawn = false;  // it samples under rejection: how much is drafted may not depend on what is drawn
     int64_t start = 0;   // a drafter that would have to read tokens before this one reads from here on instead
+    // The policy in whose step it is the row `place`, for compositions, and what their parts' numbers stand for there; null: none.
+    Policy* policy = nullptr;
+    size_t place = 0;
+    const std::vector<int>* sources = nullptr;
 
     int depth() const { return levels < 0 ? size : std::min(size, levels); }  // most levels of a draft
 };

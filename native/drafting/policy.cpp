@@ -71,8 +71,8 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
         step.nodes = step.levels = views[i].adaptive ? 0 : views[i].most;
         step.whole = !views[i].adaptive || !step.kind.trims || step.row->drawn;
         step.floor = 0.0;
-        step.start = step.row->start, step.unread = false;
-        step.draft.clear();
+        step.start = step.row->start, step.unread = step.tried = false;
+        step.draft.clear(), step.paths.clear(), step.words.clear(), step.offers.clear(), step.beside.clear();
         if (step.row->first < 0) step.row->first = views[i].context;
         step.row->last = views[i].context;
         step.kept.clear();
@@ -108,7 +108,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
             step.nodes = step.levels = step.view.most;
         if (step.whole) fixed_ += step.nodes;
     }
-    if (none == Why::Fixed) plan_levels();
+    if (none == Why::Fixed) plan_levels(false);
     fixed_ = 0;
     for (size_t i = 0; i < count_; ++i) {
         Step& step = steps_[i];
@@ -146,8 +146,9 @@ bool Policy::plan_whole(Step& step) {
 }
 
 // How many forwards each network is worth, for all of its rows together, by how far their drafts went before. Networks of one
-// batch compete: the next level is that of the network whose nodes bring most for its time.
-void Policy::plan_levels() {
+// batch compete: the next level is that of the network whose nodes bring most for its time. `beside`: some rows' lookups have
+// drafted, and may leave a network less to add than it was expected to bring alone.
+void Policy::plan_levels(bool beside) {
     struct Network {
         int rows = 0, levels = 0, chosen = 0;
         double level = 0.0, brings = 0.0;  // plain steps of a level; tokens of the next one
@@ -155,11 +156,11 @@ void Policy::plan_levels() {
     std::vector<size_t> rows;
     std::map<int, Network> drafters;
     for (size_t i = 0; i < count_; ++i) {
-        if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes) continue;
+        if (steps_[i].kind.levels < 0 || !steps_[i].view.adaptive || !steps_[i].nodes || !steps_[i].row) continue;
         rows.push_back(i);
         const double context = steps_[i].view.context;
         const Row& row = *steps_[i].row;
-        if (steps_[i].kind.reads && context - row.read > kUnread) {
+        if (!beside && steps_[i].kind.reads && context - row.read > kUnread) {
             const Reading reading = this->reading(steps_[i].kind, row.start, row.read, context, context - row.first);
             steps_[i].start = reading.start, steps_[i].unread = !reading.pays();
             steps_[i].decision.one = reading.takes, steps_[i].decision.two = reading.may;
@@ -176,13 +177,23 @@ void Policy::plan_levels() {
     }
     std::vector<Free> nodes;
     std::vector<double> gains(count_, 1.0);
-    double best = 0.0, floor = 0.0;
-    double fastest = 1.0, first = 0.0;
+    double best = 0.0, floor = 0.0, fastest = 1.0, first = 0.0;
+    for (const size_t i : rows)
+        for (const auto& [depth, gain] : steps_[i].offers) nodes.push_back({gain, static_cast<int>(i), -depth});
+    std::sort(nodes.begin(), nodes.end());
+    const Choice alone = choose(nodes, 0.0);  // what lookups bring without a network
+    if (alone.nodes && bearable(nodes, alone.nodes, 0.0) == alone.nodes)
+        best = alone.tokens - rate() * more(alone.nodes), fastest = alone.speed;
+    const double without = fastest;
     Why none = budget_ < 0 ? Why::Spent : Why::Levels;
     const auto next = [&](size_t i, int l) {  // the chance of the row's path to its l-th level
         const auto& chances = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling).levels;
         const double chance = chances[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)].given(Chances::kUnknown);
-        return gains[i] * biased(chance, steps_[i].row->bias[l > 1]);
+        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels]);
+    };
+    const auto right = [&](size_t i, int l) {  // the chance that a lookup is, so deep
+        const std::vector<double>& found = steps_[i].beside;
+        return l <= static_cast<int>(found.size()) ? found[static_cast<size_t>(l) - 1] : 0.0;
     };
     double asking = 0.0;
     for (;;) {
@@ -190,7 +201,7 @@ void Policy::plan_levels() {
         for (const size_t i : rows) {
             Network& its = drafters[steps_[i].kind.drafter];
             const int deepest = its.level > 0 ? steps_[i].nodes : 1;  // until a level's time is known
-            if (its.levels < deepest) its.brings += next(i, its.levels + 1);
+            if (its.levels < deepest) its.brings += next(i, its.levels + 1) * (1.0 - right(i, its.levels + 1));
         }
         std::vector<std::pair<const int, Network>*> order;  // who brings most for its time comes first
         for (auto& each : drafters)
@@ -200,9 +211,14 @@ void Policy::plan_levels() {
             [](const auto* a, const auto* b) { return a->second.brings * b->second.level > b->second.brings * a->second.level; });
         const auto grown = [&](const std::pair<const int, Network>& each) {  // the nodes, with another level of a network
             std::vector<Free> found = nodes;
-            for (const size_t i : rows)
-                if (steps_[i].kind.drafter == each.first && steps_[i].nodes > each.second.levels)
-                    found.push_back({next(i, each.second.levels + 1), static_cast<int>(i), each.second.levels + 1});
+            const int l = each.second.levels + 1;
+            for (const size_t i : rows) {
+                if (steps_[i].kind.drafter != each.first || steps_[i].nodes < l) continue;
+                const double gain = next(i, l), others = right(i, l);
+                for (Free& node : found)  // the likelier comes first; the other is worth what that leaves
+                    if (gain > others && node.row == static_cast<int>(i) && node.node == -l) node.gain *= 1.0 - gain;
+                found.push_back({gain > others ? gain : gain * (1.0 - others), static_cast<int>(i), l});
+            }
             std::sort(found.begin(), found.end());
             return found;
         };
@@ -232,7 +248,19 @@ void Policy::plan_levels() {
             none = choice.why;
         }
     }
-    for (const auto& [drafter, its] : drafters) asking_[drafter].saves += (1.0 - 1.0 / fastest - asking_[drafter].saves) / 16.0;
+    for (const auto& [drafter, its] : drafters) {
+        Asking& asker = asking_[drafter];
+        if (asker.beside == beside) asker.saves += (1.0 / without - 1.0 / fastest - asker.saves) / 16.0;
+    }
+    if (beside) {
+        for (const size_t i : rows) {
+            Step& step = steps_[i];
+            if (!asking_[step.kind.drafter].beside || step.tried) continue;
+            step.levels = std::min(step.levels, drafters[step.kind.drafter].chosen);
+            if (!step.levels) step.planned = 0;
+        }
+        return;
+    }
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     const bool tried = best <= 0 && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0;
     bool asked = false;
@@ -240,11 +268,12 @@ void Policy::plan_levels() {
         Step& step = steps_[i];
         const int levels = tried ? 1 : drafters[step.kind.drafter].chosen;
         step.levels = step.unread ? 0 : std::min(levels, step.nodes);
+        step.tried = tried;
         asked = asked || levels;
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0) {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
-            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[1]);
+            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
             step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
@@ -402,28 +431,89 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
     fixed_ = own;
 }
 
+// The learned chance of a node, given its parent's, by what was said of it.
+double Policy::chance(const Step& step, Word& word) const {
+    const double said = word.said < 0 ? Chances::kUnknown : word.second ? word.said : std::pow(word.said, word.table->power());
+    word.chance = word.learns->given(said);
+    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source]);
+    return word.chance;
+}
+
+// The path to a draft's node n, which `source` proposes; `places`: the paths of the nodes before it.
+int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places) {
+    const auto gain_of = [&](size_t node) -> double { return static_cast<float>(draft.gains[node]); };  // as Drafts have it
+    const int32_t parent = draft.parents[n];
+    const int above = parent < 0 ? -1 : places[static_cast<size_t>(parent)];
+    const auto same = [&](const Path& path) { return path.parent == above && path.token == draft.tokens[n]; };
+    const auto known = std::find_if(step.paths.begin(), step.paths.end(), same);
+    const int path = static_cast<int>(known - step.paths.begin());
+    const auto of_it = [&](const Word& word) { return word.path == path && (source < 0 || word.source == source); };
+    if (known == step.paths.end())
+        step.paths.push_back({above, draft.tokens[n], above < 0 ? 0 : step.paths[static_cast<size_t>(above)].depth + 1});
+    else if (std::any_of(step.words.begin(), step.words.end(), of_it))
+        return path;
+    if (source < 0) source = draft.sources[n];
+    double said = gain_of(n);  // of the whole path
+    if (std::isnan(said))
+        said = -1.0;
+    else if (parent >= 0)
+        said = gain_of(static_cast<size_t>(parent)) > 0 ? said / gain_of(static_cast<size_t>(parent)) : 0.0;
+    const bool second = std::find(draft.parents.begin(), draft.parents.begin() + static_cast<std::ptrdiff_t>(n), parent) !=
+                        draft.parents.begin() + static_cast<std::ptrdiff_t>(n);
+    Chances::Table& table = chances_.table(source, step.kind.sampling);
+    Chance& learns = Chances::of(table, step.paths[static_cast<size_t>(path)].depth, said, second);
+    step.words.push_back({path, source, said < 0 ? said : std::min(std::max(said, 0.005), 0.995), second, &table, &learns});
+    return path;
+}
+
+void Policy::rate(size_t place, int64_t row, int source, Draft& draft) {
+    if (place >= count_ || steps_[place].view.row != row || !steps_[place].row) return;
+    Step& step = steps_[place];
+    std::vector<int> places;
+    std::vector<double> gains;
+    for (size_t n = 0; n < draft.size(); ++n) {
+        places.push_back(hear(step, draft, n, source, places));
+        const auto said = [&](Word& word) { return word.path == places[n] && word.source == source; };
+        const double its = chance(step, *std::find_if(step.words.begin(), step.words.end(), said));
+        gains.push_back(its * (draft.parents[n] < 0 ? 1.0 : gains[static_cast<size_t>(draft.parents[n])]));
+    }
+    draft.gains = std::move(gains);
+}
+
+void Policy::plan_beside(const std::vector<Found>& found) {
+    bool any = false;
+    for (const auto& [place, row, draft, at] : found) {
+        if (place >= count_ || steps_[place].view.row != row) continue;
+        Step& step = steps_[place];
+        asking_[step.kind.drafter].beside = true;
+        any = any || step.levels || step.unread;
+        const std::vector<int> depths = draft->depths();
+        step.beside.assign(depths.size(), 0.0);
+        for (size_t n = 0; n < depths.size(); ++n) {
+            double& right = step.beside[static_cast<size_t>(depths[n]) - 1];
+            right = std::min(right + draft->gains[n], 1.0);
+            step.offers.emplace_back(depths[n], draft->gains[n]);
+        }
+    }
+    if (any) plan_levels(true);
+}
+
 void Policy::look(Step& step, const Draft& draft) {
     step.draft.clear();
     std::vector<double> lefts(draft.tokens.size() + 1, 1.0);  // chances of children that were not seen, by parent: one is accepted
-    const auto gain_of = [&](auto n) -> double { return static_cast<float>(draft.gains[static_cast<size_t>(n)]); };  // as Drafts have it
+    std::vector<int> places;
     for (size_t n = 0; n < draft.tokens.size(); ++n) {
         const int parent = draft.parents[n];
         const Node* above = parent >= 0 ? &step.draft[static_cast<size_t>(parent)] : nullptr;
-        double said = gain_of(n);  // of the whole path
-        if (std::isnan(said))
-            said = -1.0;
-        else if (above)
-            said = gain_of(static_cast<size_t>(parent)) > 0 ? said / gain_of(static_cast<size_t>(parent)) : 0.0;
         double& left = lefts[static_cast<size_t>(parent + 1)];
         const bool second = left < 1.0;
-        Chances::Table& table = chances_.table(draft.sources[n], step.kind.sampling);
-        Chance& learns = Chances::of(table, above ? above->depth + 1 : 0, said, second);
-        const double own = said < 0 ? said : std::min(std::max(said, 0.005), 0.995);
-        const double its = learns.given(own < 0 ? Chances::kUnknown : second ? own : std::pow(own, table.power()));
-        const double chance = second ? std::min(its, left) : biased(its, step.row->bias[above != nullptr]);
+        places.push_back(hear(step, draft, n, -1, places));
+        double its = 0.0;
+        for (Word& word : step.words)
+            if (word.path == places[n]) its = std::max(its, chance(step, word));
+        const double chance = std::min(its, left);
         left = std::max(left - chance, 0.0);
-        step.draft.push_back(
-            {parent, above ? above->depth + 1 : 0, draft.sources[n], (above ? above->gain : 1.0) * chance, chance, own, &learns, second});
+        step.draft.push_back({parent, above ? above->depth + 1 : 0, places[n], (above ? above->gain : 1.0) * chance, chance, second});
     }
 }
 

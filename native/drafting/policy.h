@@ -47,6 +47,12 @@ public:
     struct Seconds {
         double draft, body;
     };
+    struct Found {  // what a row's lookups have drafted, before a network beside them is asked
+        size_t place;  // of the row, in the step
+        int64_t row;
+        const Draft* draft;  // rated
+        size_t at;           // as the caller counts
+    };
 
     // Requests whose acceptance may be pooled.
     static int sampling_class(double temperature) { return temperature == 0 ? 0 : temperature < 0.9 ? 1 : 2; }
@@ -77,13 +83,19 @@ public:
     double floor(size_t i) const { return steps_[i].floor; }
     int64_t start(size_t i) const { return static_cast<int64_t>(std::max(steps_[i].start, 0.0)); }  // of what its drafter reads
 
+    // A part of a composition has drafted this for a row: its paths' chances become what drafts of its source have been worth.
+    void rate(size_t place, int64_t row, int source, Draft& draft);
+    // Levels and floors of rows whose lookups have drafted, once more: what a network adds to that has to pay for it.
+    void plan_beside(const std::vector<Found>& found);
+
     // `drafts`: of all rows. `drawn`: nodes carry q. Afterwards `kept` are the nodes to verify, ascending, with their parents.
     void trim(const std::vector<const Draft*>& drafts, bool drawn);
     const std::vector<int>& kept(size_t i) const { return steps_[i].kept; }
     const Decision& decision(size_t i) const { return steps_.at(i).decision; }
 
-    // `paths`: of all rows, the accepted nodes of what was kept.
-    void learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts);
+    // `paths`, `tokens`: of all rows, the accepted nodes of what was kept; and what was committed, a token more.
+    using Of = std::vector<const std::vector<int32_t>*>;
+    void learn(const Of& paths, const Of& tokens, const Seconds& seconds, double experts);
     void release(int64_t row);
 
     size_t rows() const { return rows_.size(); }
@@ -98,7 +110,7 @@ private:
 
     struct Row {
         Kind kind;
-        std::array<double, 2> bias{};  // of its first nodes and of deeper ones, in log-odds
+        std::map<int, double> bias;  // by source, in log-odds
         double lead = 0.0;             // plain steps that it is ahead of plain decoding
         double wall = 0.0;             // plain steps that it was in
         double value = 0.0;            // plain steps that asking saves, lately
@@ -122,15 +134,29 @@ private:
         double unread = 0.0;          // so many tokens
         Ratios token;                 // plain steps for one of them
         double saves = kSaves;        // plain steps that a token of an answer saves, lately, once all before it is read
+        bool beside = false;          // lookups draft before it, and it saves what they do not
         bool dear() const { return value < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
         double all(int rows, int levels) const { return rows * each.median() + levels * forward(rows); }
     };
-    struct Node {  // that was proposed
-        int parent, depth, source;
-        double gain, chance, said;  // of its whole path; given its parent, learned and by its drafter's own word (-1: none)
+    struct Word {  // what a drafter said of a node
+        int path;  // that it stands at the end of, among those that were proposed
+        int source;
+        double said;  // given its parent; -1: nothing
+        bool second;  // a child after another of the same drafter
+        Chances::Table* table;
         Chance* learns;
+        double chance = 0.0;  // given its parent, learned
+    };
+    struct Path {  // of tokens, which several drafters may have proposed
+        int parent;
+        int32_t token;
+        int depth;  // of its end, from 0
+    };
+    struct Node {  // that was proposed
+        int parent, depth, path;
+        double gain, chance;  // of its whole path; given its parent
         bool second;  // a child after another
     };
     struct Step {  // a row's part of the step that is under way
@@ -142,6 +168,11 @@ private:
         bool unread;                 // which is too much for what is left of the answer
         double floor;  // of a path's chance, for another level
         bool whole;  // its draft is verified whole, or not at all
+        bool tried;  // levels are allowed to learn what they bring, whatever else was found
+        std::vector<std::pair<int, double>> offers;  // what lookups beside its network found: depths, and chances of paths;
+        std::vector<double> beside;                  // by depth, that one of them is right
+        std::vector<Path> paths;
+        std::vector<Word> words;
         std::vector<Node> draft;
         std::vector<int> kept;
         Decision decision;
@@ -173,11 +204,13 @@ private:
     double patience() const;
     int bearable(const std::vector<Free>& free, int nodes, double asking) const;
     bool plan_whole(Step& step);
-    void plan_levels();
+    void plan_levels(bool beside);
+    double chance(const Step& step, Word& word) const;
+    int hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places);
     void look(Step& step, const Draft& draft);
-    void count(Step& step, const std::vector<int32_t>& path);
-    void count_levels(Step& step, const std::vector<bool>& good, int last, size_t accepted);
-    void settle(const std::vector<const std::vector<int32_t>*>& paths);
+    void count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens);
+    void count_levels(Step& step, const std::vector<bool>& good);
+    void settle(const Of& paths);
     void read();
     void time_drafting(const Seconds& seconds);
 

@@ -15,13 +15,13 @@ constexpr double kBlind = 4.0;                       // share of what drafts sav
 constexpr double kTail = 64.0;                       // tokens of a prompt that are read, at least
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
-constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
+constexpr double kRate = 0.07, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
 }  // namespace
 
-void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const Seconds& seconds, double experts) {
+void Policy::learn(const Of& paths, const Of& tokens, const Seconds& seconds, double experts) {
     if (!count_) return;
-    for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i]);
+    for (size_t i = 0; i < count_; ++i) count(steps_[i], *paths[i], *tokens[i]);
     settle(paths);
     read();
     time_drafting(seconds);
@@ -29,7 +29,7 @@ void Policy::learn(const std::vector<const std::vector<int32_t>*>& paths, const 
     count_ = 0;  // a step is learned from once
 }
 
-void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
+void Policy::settle(const Of& paths) {
     const auto chooses = [](const Step& step) { return step.view.adaptive; };
     if (std::none_of(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count_), chooses)) return;
     const int chosen = verified_ - fixed_;
@@ -59,23 +59,31 @@ void Policy::settle(const std::vector<const std::vector<int32_t>*>& paths) {
     advantage_ = std::min(std::max(tokens_ / plains_, 1.0), 16.0);
 }
 
-// Every node that was tried: a child of the pending token or of an accepted node. `path`: nodes of what was kept.
-void Policy::count(Step& step, const std::vector<int32_t>& path) {
-    std::vector<bool> good(step.draft.size());
-    int last = -1;
-    for (const int32_t node : path) good[static_cast<size_t>(last = step.kept.at(static_cast<size_t>(node)))] = true;
-    for (const int kept : step.kept) {
-        const Node& node = step.draft[static_cast<size_t>(kept)];
-        if (node.parent >= 0 && !good[static_cast<size_t>(node.parent)]) continue;
-        const double right = good[static_cast<size_t>(kept)];
-        node.learns->learn(right);
-        if (node.second) continue;
-        if (node.said > 0) chances_.table(node.source, step.kind.sampling).learn(node.said, right > 0);
-        if (!step.row) continue;
-        double& bias = step.row->bias[node.parent >= 0];
-        bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (right - node.chance)));
+// Everything that was said of a child of the pending token or of an accepted node, if it was verified, or another child of that
+// node was: then the token that was committed there says whether it would have been right. A drafter whose tokens are verified
+// only where a better one proposes them too would seem to be as good as that one.
+void Policy::count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens) {
+    std::vector<bool> good(step.draft.size()), kept(step.paths.size()), right(step.paths.size()), tried(step.paths.size() + 1);
+    for (const int32_t node : path) good[static_cast<size_t>(step.kept.at(static_cast<size_t>(node)))] = true;
+    for (const int node : step.kept) {
+        const auto at = static_cast<size_t>(step.draft[static_cast<size_t>(node)].path);
+        kept[at] = tried[static_cast<size_t>(step.paths[at].parent + 1)] = true;
+        right[at] = right[at] || good[static_cast<size_t>(node)];
     }
-    if (step.kind.levels >= 0) count_levels(step, good, last, path.size());
+    for (const Word& word : step.words) {
+        const auto at = static_cast<size_t>(word.path);
+        const auto& [parent, token, depth] = step.paths[at];
+        if ((parent >= 0 && !right[static_cast<size_t>(parent)]) || !tried[static_cast<size_t>(parent + 1)]) continue;
+        if (!kept[at] && (step.kind.rejection || static_cast<size_t>(depth) >= tokens.size())) continue;
+        const bool its = kept[at] ? right[at] : tokens[static_cast<size_t>(depth)] == token;
+        word.learns->learn(its);
+        if (word.second) continue;
+        if (word.said > 0) word.table->learn(word.said, its);
+        if (!step.row) continue;
+        double& bias = step.row->bias[word.source];
+        bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (its - word.chance)));
+    }
+    if (step.kind.levels >= 0) count_levels(step, good);
     if (step.view.adaptive && step.whole && !step.kept.empty()) {
         Whole& known = wholes_[{step.kind.drafter, step.kind.sampling}];
         known = {known.drafts * 0.98 + 1, known.gained * 0.98 + static_cast<double>(path.size()),
@@ -85,21 +93,25 @@ void Policy::count(Step& step, const std::vector<int32_t>& path) {
 
 // How far the drafts of whoever pays by the level went: a level after which there was no node brought nothing. Nodes that
 // were not verified count for what was expected of them.
-void Policy::count_levels(Step& step, const std::vector<bool>& good, int last, size_t accepted) {
+void Policy::count_levels(Step& step, const std::vector<bool>& good) {
     auto& levels = chances_.table(step.kind.levels, step.kind.sampling).levels;
     double dropped = 0.0;
     bool tried = false;
+    int last = -1, depth = 0;  // of its own path, which a lookup's may have left
     for (size_t n = 0; n < step.draft.size(); ++n) {
         const Node& node = step.draft[n];
-        if (node.source != step.kind.levels) continue;
-        if (good[n]) levels[std::min(static_cast<size_t>(node.depth), levels.size() - 1)].learn(1.0);
-        if (node.parent != last) continue;
-        if (std::find(step.kept.begin(), step.kept.end(), static_cast<int>(n)) != step.kept.end())
+        const auto its = [&](const Word& word) { return word.path == node.path && word.source == step.kind.levels; };
+        if (node.parent != last || std::none_of(step.words.begin(), step.words.end(), its)) continue;
+        if (good[n]) {
+            levels[std::min(static_cast<size_t>(depth), levels.size() - 1)].learn(1.0);
+            last = static_cast<int>(n), ++depth, dropped = 0.0, tried = false;
+        } else if (std::find(step.kept.begin(), step.kept.end(), static_cast<int>(n)) != step.kept.end()) {
             tried = true;
-        else
+        } else {
             dropped += node.chance;
+        }
     }
-    if (static_cast<int>(accepted) < step.levels) levels[std::min(accepted, levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
+    if (depth < step.levels) levels[std::min(static_cast<size_t>(depth), levels.size() - 1)].learn(tried ? 0.0 : std::min(dropped, 1.0));
 }
 
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.

@@ -103,7 +103,7 @@ void Rows::ask(NativeDrafter& drafter, const std::vector<size_t>& at) {
         // Under rejection no drafter reads the noise that chooses.
         const Sampling* sampling = each.kind.rejection ? nullptr : &each.sampling;
         asked_.push_back({each.row, each.kind.request, each.prompt, each.tokens, each.length, each.nodes, stepwise ? each.depth : -1,
-            each.adaptive, sampling, &each.chooser.edits, each.floor, false, each.start});
+            each.adaptive, sampling, &each.chooser.edits, each.floor, false, each.start, policy(), i, &each.sources});
     }
     drafter.propose(asked_, drafted_);
     for (size_t j = 0; j < at.size(); ++j) {
@@ -286,9 +286,9 @@ std::vector<std::pair<int, std::string>> Rows::settle(Model& model) const {
 
 void Rows::learn(double draft, double body, double experts) {
     if (!policy() || rows.empty()) return;
-    std::vector<const std::vector<int32_t>*> paths;
-    for (const Row* each : rows) paths.push_back(&each->verdict.path);
-    planned().learn(paths, {draft, body}, experts);
+    Policy::Of paths, tokens;
+    for (const Row* each : rows) paths.push_back(&each->verdict.path), tokens.push_back(&each->verdict.tokens);
+    planned().learn(paths, tokens, {draft, body}, experts);
 }
 
 std::vector<NativeDrafter*> Rows::observe(const std::vector<std::pair<int, int>>& gains) {

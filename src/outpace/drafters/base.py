@@ -79,9 +79,9 @@ class RowView(NamedTuple):
     ``chooser``: of the next output token: parameters, noise, rules and their state. ``acceptance``: how its drafts are
     verified. ``adaptive``: the policy chooses how much is drafted, not the request. ``depth``: levels that a stepwise
     drafter may draft (None: as many as nodes); ``floor``: where it is not 0, EAGLE stops by it instead, where no path's
-    chance is as large. ``start``: a drafter that reads all of a row's tokens, and would have
-    to read some before this one, reads from here on instead. ``drafter``: the name of the one that the request chose
-    ("none": it decodes plainly), and its ``cost``.
+    chance is as large. ``start``: a drafter that reads all of a row's tokens, and would have to read some before this
+    one, reads from here on instead. ``drafter``: the name of the one that the request chose ("none": it decodes
+    plainly), and its ``cost``. ``in_step``: the row in its policy's step, for compositions (None: it has none).
     """
 
     row: int
@@ -96,6 +96,7 @@ class RowView(NamedTuple):
     start: int = 0
     drafter: str = ""
     cost: DraftCost = DraftCost()
+    in_step: _fast.native.InStep | None = None
 
 
 class Event(NamedTuple):

@@ -33,10 +33,6 @@ from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.models.native.output import describe, known_edits
 from outpace.params import Acceptance
 
-# A path of ``DEEP`` nodes (or as many as another drafter would take forwards for) with this chance by a lookup's own
-# word, which is modest: from 0.5 on such paths were accepted whole 20 times in 23; 0.35 was no slower.
-SURE, DEEP = 0.35, 4
-
 
 class ComposedDrafter(Drafter):
     """Candidates of 2 to 255 ``parts`` in one tree. Equal siblings count once, for the part that is surest of them.
@@ -82,7 +78,7 @@ class ComposedDrafter(Drafter):
             (part.native, fallback, part.needs.draws, part.cost.levels is not None)
             for part, fallback in zip(parts, self._fallback, strict=True)
         ]
-        self.native = self._native = _fast.native.ComposedDrafter(each, SURE, DEEP)
+        self.native = self._native = _fast.native.ComposedDrafter(each)
         # By row and part: what was proposed in this step by parts in Python that learn what became of it.
         self._last: dict[int, dict[int, Draft]] = {}
 
@@ -114,7 +110,8 @@ class ComposedDrafter(Drafter):
             self._last.pop(view.row, None)
         for j in self._native.order:
             part = self.parts[j]
-            at, left = slots.wanted(j)
+            wanted = slots.wanted(j)
+            at, left = [i for i, *_ in wanted], [size for _, size, *_ in wanted]
             native = [k for k, i in enumerate(at) if part.drafts_natively(rows[i])]
             if native:
                 slots.ask(native)
@@ -122,6 +119,11 @@ class ComposedDrafter(Drafter):
             if not which:
                 continue
             views, most = [rows[at[k]] for k in which], [left[k] for k in which]
+            if part.cost.levels is not None:
+                views = [
+                    view._replace(depth=None if levels < 0 else levels, floor=floor)
+                    for view, (_, _, levels, floor) in zip(views, (wanted[k] for k in which), strict=True)
+                ]
             try:
                 if isinstance(part, TreeDrafter):
                     slots.put(which, [_lists(tree) for tree in part.trees(views, most)], None)
@@ -236,5 +238,5 @@ def _asked(view: RowView, size: int, drawn: bool) -> tuple[Any, ...]:
     chooser = None if draws_now(view) else describe(view.chooser, known_edits(view.chooser) or [])
     depth = -1 if view.depth is None else view.depth
     prompt = len(view.tokens) - view.chooser.index
-    given = view.row, view.request, prompt, view.tokens, size, depth, view.floor, view.adaptive, drawn
-    return *given, view.start, chooser
+    known = view.row, view.request, prompt, view.tokens, size, depth, view.floor, view.adaptive
+    return *known, drawn, view.start, chooser, view.in_step

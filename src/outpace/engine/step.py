@@ -182,7 +182,7 @@ def propose(step: Step) -> None:
     nodes, depths, floors, starts = rows.sizes
     for name, where in groups.items():
         drafter = drafting.drafters[name]
-        views = [drafting.view(decoding[i]) for i in where]
+        views = [drafting.view(decoding[i])._replace(in_step=rows.in_step(i)) for i in where]
         if drafter.cost.levels is not None:
             views = [
                 view._replace(depth=depths[i], floor=floors[i], start=starts[i])
