@@ -75,7 +75,8 @@ class _Snapshot:
 
 @dataclass(slots=True)
 class States:
-    """Those of all rows of one cache. A row that is not there has no positions."""
+    """Those of all rows of one cache. A row that is not there has no positions. Without layers nothing is kept, and
+    rows can be cut anywhere."""
 
     shape: StateShape
     device: torch.device
@@ -94,13 +95,13 @@ class States:
     def reachable(self, row: int, n: int) -> int:
         """The longest beginning of at most ``n`` positions, no more than ``row`` has, that it can be cut to."""
         at = self._rows.get(row)
-        if at is None or n >= at.base:
-            return n if at is not None else 0
+        if not self.shape.layers or (at is not None and n >= at.base):
+            return n
         return max([0, *(each.at.base for each in self._of(row) if each.at.base <= n)])
 
     def truncate(self, row: int, n: int) -> None:
         """To ``n`` positions, which are reachable."""
-        if n == 0:
+        if n == 0 or not self.shape.layers:
             self.clear(row)
             return
         self._rows[row] = self._cut(row, n)
@@ -108,21 +109,18 @@ class States:
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep tokens ``start + keep[i]``, from a reachable ``start`` on."""
-        if start + len(keep) == 0:
+        if start + len(keep) == 0 or not self.shape.layers:
             self.clear(row)
             return
         at = self._rows[row]
         before = start - at.base + self.shape.taps - 1
-        if not np.array_equal(keep, np.arange(len(keep))):
-            (index,) = uploaded(self.device, np.concatenate([np.arange(before), before + keep]))
-            self._rows[row] = replace(at, records=at.records.index_select(1, index))
-        else:
-            self._rows[row] = replace(at, records=at.records[:, : before + len(keep)])
+        (index,) = uploaded(self.device, np.append(np.arange(before), before + keep))
+        self._rows[row] = replace(at, records=at.records.index_select(1, index))
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """``dst`` begins with ``n`` positions of ``src``, which are reachable."""
         self.clear(dst)
-        if n:
+        if n and self.shape.layers:
             self._rows[dst] = self._cut(src, n)
             self._snap(dst, True)  # who begins like it may, too
 
@@ -146,12 +144,12 @@ class States:
         return self.shape.bytes + 2 * self.shape.records_bytes(1) if positions > 0 else 0
 
     def fork_bytes(self, src: int, n: int) -> int:
-        return self.shape.records_bytes(max(0, n - self._rows[src].base)) if n else 0
+        return self.shape.records_bytes(max(0, n - self.at(src).base)) if n else 0
 
     def exclusive(self, rows: Iterable[int]) -> int:
         there = [self._rows[row] for row in set(rows) if row in self._rows]
-        ours, all_of_them = Counter(id(at.state) for at in there if at.state is not None), self._sharers()
-        alone = sum(all_of_them[state] == n for state, n in ours.items())
+        all_of_them = self._sharers()
+        alone = sum(all_of_them[state] == n for state, n in self._sharers(there).items())
         return alone * self.shape.bytes + sum(map(self._records_bytes, there))
 
     @property
@@ -165,8 +163,8 @@ class States:
 
     def check(self, row: int, positions: int) -> None:
         """Assert that ``row``'s states are over its ``positions``."""
-        assert self.length(row) == positions, "a row's recurrent state is not where its keys and values end"
-        at = self._rows.get(row)
+        at, length = self._rows.get(row), self.length(row) if self.shape.layers else positions
+        assert length == positions, "a row's recurrent state is not where its keys and values end"
         assert at is None or (at.base > 0) == (at.state is not None), "a row has lost its recurrent state"
 
     def close(self) -> None:
@@ -183,16 +181,14 @@ class States:
 
     def taken_up(self, row: int, new: _Row) -> None:
         """What a step over ``row``'s tokens has come to."""
-        went_on = self.at(row).reads
+        went_on, before = self.at(row).reads, self._of(row)
         self._rows[row] = new
         if not new.reads:
             return
         # What a prompt's next part makes out of date: unless it is far from the one before.
-        before = sorted((each for each in self._of(row) if each.at.base < new.base), key=lambda each: each.at.base)
-        if went_on and before and not before[-1].kept:
-            start = before[-2].at.base if len(before) > 1 else 0
-            if before[-1].at.base - start < EVERY:
-                self._snapshots.remove(before[-1])
+        bases = [0, 0, *(each.at.base for each in before)]
+        if went_on and before and not before[-1].kept and bases[-1] - bases[-2] < EVERY:
+            self._snapshots.remove(before[-1])
         self._snap(row)
 
     def _snap(self, row: int, kept: bool = False) -> None:
@@ -211,6 +207,7 @@ class States:
         return replace(at, records=at.records[:, : self.shape.taps - 1 + n - at.base])
 
     def _of(self, row: int) -> list[_Snapshot]:
+        """The row's, ascending: it has none beyond its end."""
         return [each for each in self._snapshots if each.row == row]
 
     def _count(self, at: _Row) -> int:
@@ -219,14 +216,14 @@ class States:
     def _records_bytes(self, at: _Row) -> int:
         return self.shape.records_bytes(self._count(at))
 
-    def _sharers(self) -> Counter[int]:
-        """How many rows have a state, by its id."""
-        return Counter(id(at.state) for at in self._rows.values() if at.state is not None)
+    def _sharers(self, rows: Iterable[_Row] | None = None) -> Counter[int]:
+        """How many ``rows`` (None: of all) have a state, by its id."""
+        every = self._rows.values() if rows is None else rows
+        return Counter(id(at.state) for at in every if at.state is not None)
 
     def _alone(self) -> int:
         """How many states snapshots alone keep."""
-        rows = self._sharers()
-        return len({id(each.at.state) for each in self._snapshots} - set(rows))
+        return len({id(each.at.state) for each in self._snapshots} - set(self._sharers()))
 
 
 @dataclass(slots=True)
@@ -272,12 +269,12 @@ class Step:
         while len(inputs) < shape.taps:
             inputs.insert(0, follows[inputs[0]])
         taps = np.stack(inputs, 1)
-        sent = uploaded(states.device, taps, np.append(taps[n, :-1], taps[n:, -1]))
+        where, kept = uploaded(states.device, taps, np.append(taps[n, :-1], taps[n:, -1]))
         state = at.state
         if n or past >= shape.taps:  # it goes on
             state = torch.empty(shape.state, device=states.device)
-        records = torch.empty((shape.layers, len(sent[1]), sum(shape.record)), device=states.device)
-        return _Part(row, at, begin, end, n, parents.tolist(), *sent, state, records)
+        records = torch.empty((shape.layers, len(kept), sum(shape.record)), device=states.device)
+        return _Part(row, at, begin, end, n, parents.tolist(), where, kept, state, records)
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """The convolution [N, channels] of inputs ``x`` [N, channels] by ``weight`` [taps, channels], all float32."""
@@ -324,8 +321,9 @@ class Step:
             if part.state is not None and part.state is not part.at.state:
                 part.state[layer] = state
             after, changes = {part.settled - 1: state}, []
-            for t in range(first, part.end):
-                after[t - part.begin], update = token(after[part.parents[t - part.begin]], t)
+            for at, parent in enumerate(part.parents[part.settled :], part.settled):
+                before_it = after[parent] if parent in part.parents[at + 1 :] else after.pop(parent)
+                after[at], update = token(before_it, part.begin + at)
                 changes.append(update.flatten())
             kept = (key[first : part.end].flatten(1), torch.stack(changes), decay[first : part.end])
             part.records[layer, before:, shape.channels :] = torch.cat(kept, 1)
