@@ -268,14 +268,14 @@ def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ValueError, match=error):
             pair.model.forward(broken)
-    kv._limit = kv.reserved
+    kv.limit = kv.reserved
     try:
         third, long = pair.row(), np.tile(t, 12)
         with pytest.raises(MemoryLimitError, match=f"120 more positions of row {third} do not fit"):
             pair.run({row: long, other: long, third: long})
         kv.free(third)
     finally:
-        kv._limit = None
+        kv.limit = None
     assert (kv.length(row), kv.length(other), kv.bytes) == (4, 3, before)
     kv.check()
 
