@@ -229,7 +229,7 @@ def test_first_layers_alone(pair: Pair) -> None:
     row = pair.row()
     ours = np.concatenate([pair.run({row: t[:7]}, layers=2)[row], pair.run({row: t[7:]}, layers=2)[row]])
     holder, name = pair.model._anatomy.holder, pair.model._anatomy.attribute
-    path = next(n for n, m in pair.model._module.named_modules() if m is holder)
+    path = next(n for n, m in pair.model._live().named_modules() if m is holder)
     holder = pair.reference.get_submodule(path)
     whole = getattr(holder, name)
     setattr(holder, name, whole[:2])
@@ -268,14 +268,14 @@ def test_an_error_leaves_lengths_alone(pair: Pair, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ValueError, match=error):
             pair.model.forward(broken)
-    kv._limit = kv.reserved
+    kv.limit = kv.reserved
     try:
         third, long = pair.row(), np.tile(t, 12)
         with pytest.raises(MemoryLimitError, match=f"120 more positions of row {third} do not fit"):
             pair.run({row: long, other: long, third: long})
         kv.free(third)
     finally:
-        kv._limit = None
+        kv.limit = None
     assert (kv.length(row), kv.length(other), kv.bytes) == (4, 3, before)
     kv.check()
 
@@ -305,7 +305,7 @@ def test_features_enter_beside_the_tokens(pair: Pair) -> None:
         pair.run({row: t[6:]}, features=torch.from_numpy(features[6:]))[row],
     ]
     holder, name = pair.model._anatomy.holder, pair.model._anatomy.attribute
-    path = next(n for n, m in pair.model._module.named_modules() if m is holder)
+    path = next(n for n, m in pair.model._live().named_modules() if m is holder)
     first = getattr(pair.reference.get_submodule(path), name)[0]
     added = torch.from_numpy(features)[None]
     hook = first.register_forward_pre_hook(lambda _, inputs: (inputs[0] + added, *inputs[1:]))
@@ -337,7 +337,7 @@ def test_parts_end_where_the_model_ends(pair: Pair) -> None:
             parts.embed(t)
         return
     seen: list[Any] = []
-    path = next(n for n, m in pair.model._module.named_modules() if m is pair.model._anatomy.layers[0])
+    path = next(n for n, m in pair.model._live().named_modules() if m is pair.model._anatomy.layers[0])
     first = pair.reference.get_submodule(path)
     hook = first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     pair.own(t)

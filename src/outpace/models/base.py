@@ -239,6 +239,8 @@ class Output(Protocol):
 
     def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
         """Raw log-softmax at ``tokens[i]`` after ``at[i]``, with ``top[i]`` alternatives."""
+        rows = zip(self.logits(at), tokens, top, strict=True)
+        return [token_logprob(row, int(token), k) for row, token, k in rows]
 
     def hidden_states(self, at: I32) -> HiddenStates:
         """Of the batch's hidden layers, at packed indices of the rows that keep them. A handle: no copy."""
@@ -466,9 +468,6 @@ class HostOutput(Output):
     def near_ties(self, at: I32) -> int:
         return 0
 
-    def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
-        return logprobs_on_host(self.logits(at), tokens, top)
-
     def hidden_states(self, at: I32) -> HiddenStates:
         raise ValueError("this model keeps no hidden states, so it cannot serve a drafter that reads them")
 
@@ -476,8 +475,3 @@ class HostOutput(Output):
 def choose_on_host(logits: F32, choosers: Sequence[Chooser]) -> I32:
     """Choices int32 [n] from float32 ``logits`` [n, V]."""
     return np.array([c.choose(row) for c, row in zip(choosers, logits, strict=True)], np.int32)
-
-
-def logprobs_on_host(logits: F32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
-    """Raw log-softmax at ``tokens[i]`` in float32 ``logits`` [n, V]."""
-    return [token_logprob(row, int(t), k) for row, t, k in zip(logits, tokens, top, strict=True)]

@@ -83,13 +83,13 @@ def refuse_unread(
         if key == "attention.sliding_window" and isinstance(value, int) and not 0 < value < longest:
             continue
         neutral = same.get(key, (0,) if key.endswith(_COUNTS) else ())
-        if not any(_equal(value, each) for each in neutral):
+        if not any(equal(value, each) for each in neutral):
             raise facts.fail(
                 f"its {facts.prefix}{key} is {brief(value)}, which is not supported for a {facts.prefix[:-1]} model "
                 "and may change what it computes: use the original Hugging Face model"
             )
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     numbers = all(isinstance(value, (bool, int, float)) for value in (a, b))
     return math.isclose(a, b, rel_tol=1e-6) if numbers else isinstance(a, str) and a == b

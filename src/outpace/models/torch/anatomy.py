@@ -134,23 +134,16 @@ def max_length(config: Any) -> tuple[int, str | None]:
     claimed = getattr(config, "max_position_embeddings", None)
     if not isinstance(claimed, int) or claimed < 1:
         return UNSTATED, f"its configuration does not say how long a context may be: it is limited to {UNSTATED}"
-    longest = claimed
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in nested or [rope]:
-        kind = parameters.get("rope_type")
-        if kind not in _ROPE_LIMITED:
-            continue
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        limit = int(original or longest)
-        if limit < longest or (kind == "dynamic" and original is None):
-            return min(limit, longest), (
+    rope, key = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        kind, original = parameters.get("rope_type"), parameters.get(key) or getattr(config, key, None)
+        limit = int(original or claimed)
+        if kind in _ROPE_LIMITED and (limit < claimed or (kind == "dynamic" and original is None)):
+            return min(limit, claimed), (
                 f"its {kind} rope changes every position's rotation beyond {limit} positions, which would couple "
-                f"tokens to what comes after them: contexts are limited to {min(limit, longest)}"
+                f"tokens to what comes after them: contexts are limited to {min(limit, claimed)}"
             )
-    return longest, None
+    return claimed, None
 
 
 def dissect(
@@ -196,17 +189,12 @@ def _judge(model: Any, watch: Watch, others: Sequence[torch.nn.Module]) -> Anato
             unset = value is None or value is False or (name == "dropout" and value == 0.0)
             unset = unset or (name == "is_causal" and value is True)
             if name not in _HARMLESS and not unset:
-                raise ModelError(f"its attention has an extra that is not supported: {_extra(name)}")
+                raise ModelError(f"its attention has an extra that is not supported: {name}")
         if not getattr(call.module, "is_causal", True):
             raise ModelError("its attention is not causal")
         sites.append((call.module, Site(shared, i, watch.window(call))))
     shapes, scales = tuple(call.shape for call in calls), tuple(call.scale for call in calls)
     return Anatomy(shapes, calls[0].dtype, holder, attribute, layers, scales, shared, tuple(sites))
-
-
-def _extra(name: str) -> str:
-    known = {"position_bias": "a position bias", "alibi": "ALiBi"}
-    return known.get(name, name)
 
 
 def _layers(

@@ -151,7 +151,7 @@ def plan(batch: Batch, kv: TorchKV, windows: tuple[int | None, ...], device: tor
     """Who attends to what, once ``kv`` has room for the new tokens; where it has states, the step over them begins.
     Raises ValueError."""
     rows = row_plans(batch, kv)
-    if kv.states is not None:
+    if kv.recurrent:
         kv.step = Step(kv.states, batch)
     alike: dict[tuple[int, int], list[Row]] = {}
     for each in rows:
@@ -195,35 +195,17 @@ def _group(
     return made
 
 
-def attention(
+def mixed(
     layer: int,
     plan: Plan,
     query: torch.Tensor,  # [N, Hq, Dk]
-    key: torch.Tensor,  # [N, Hkv, Dk]
-    value: torch.Tensor,  # [N, Hkv, Dv]
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [Hq]: a score that takes its share of the softmax and has no value
 ) -> torch.Tensor:
-    """Write the new keys and values behind their rows and attend: [N, Hq, Dv]."""
-    plan.kv.keys[layer].index_copy_(1, plan.write, key.transpose(0, 1))
-    plan.kv.values[layer].index_copy_(1, plan.write, value.transpose(0, 1))
-    return mixed(layer, plan, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-
-def mixed(
-    layer: int,
-    plan: Plan,
-    query: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As ``attention``, where keys and values are written."""
+    """What each token finds in its row, whose new keys and values are written: [N, Hq, Dv]."""
     keys, values = plan.kv.keys[layer], plan.kv.values[layer]
     mix = _mixture(query.device, query.dtype, keys.shape[2], values.shape[2], query.shape[1] // len(keys))
     given = {"scale": scale, "softcap": softcap, "sinks": sinks}
@@ -343,19 +325,14 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,  # what else the model passes was judged when it was loaded
 ) -> tuple[torch.Tensor, None]:
-    """``attention`` as transformers calls it; returns [1, N, Hq, Dv]."""
+    """Attention as transformers calls it: writes keys and values, and returns [1, N, Hq, Dv]."""
     site: Site = module._outpace
-    if site.forward.plan is None or attention_mask is not None:
+    plan = site.forward.plan
+    if plan is None or attention_mask is not None:
         raise RuntimeError("the model was called outside of forward(), or builds its own attention mask")
-    out = attention(
-        site.layer,
-        site.forward.plan,
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=site.window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    plan.kv.keys[site.layer].index_copy_(1, plan.write, key[0])
+    plan.kv.values[site.layer].index_copy_(1, plan.write, value[0])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    ours = query[0].transpose(0, 1).contiguous()
+    out = mixed(site.layer, plan, ours, scale=scale, window=site.window, softcap=softcap, sinks=s_aux)
     return out[None], None

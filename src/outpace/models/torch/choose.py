@@ -27,7 +27,6 @@ LEFT = -1  # the choice of what is left to the host
 # in another order. Measured: 5e-5 of logits near 20 in float32, 0.22 of logits between 16 and 32 in bfloat16.
 ROUNDING = {torch.float32: 2.0**-15, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 _MASK = 0xFFFFFFFF
-FIELDS = ("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "key0", "key1", "sample", "index")
 
 
 class Asked(NamedTuple):
@@ -53,14 +52,15 @@ class Asked(NamedTuple):
             floats = np.array([p.temperature, p.top_p, least, p.top_n_sigma]).view(np.int64).tolist()
             whole = (seed & _MASK, seed >> 32 & _MASK, c.noise.sample, c.index + depth)
             columns.append((floats[0], p.top_k, *floats[1:], *whole))
-        return np.array(columns, np.int64).reshape(-1, len(FIELDS)).T
+        return np.array(columns, np.int64).reshape(-1, len(Asked._fields)).T
 
     @staticmethod
     def of(packed: Tensor) -> Asked:
         """From int64 [fields, n], where they are."""
         columns = packed[..., None].unbind()
         whole = ("top_k", "key0", "key1", "sample", "index")
-        return Asked(*(c if name in whole else c.view(torch.float64) for name, c in zip(FIELDS, columns, strict=True)))
+        named = zip(Asked._fields, columns, strict=True)
+        return Asked(*(c if name in whole else c.view(torch.float64) for name, c in named))
 
 
 def greedy(logits: Tensor, rounding: float = 0.0) -> Tensor:
@@ -91,7 +91,7 @@ def sampled(logits: Tensor, asked: Asked, filtered: bool, rounding: float = 0.0)
         close = best >= best[:, :1] - EDGE * (1 + best[:, :1].abs())
         scaled = scaled.gather(-1, ids).masked_fill(~close, -torch.inf)
         unsure = close[:, -1] & (ids.shape[1] < logits.shape[1])
-    scores = scaled - _log(-_log(drawn))
+    scores = scaled + gumbel(drawn)
     most = scores.amax(-1, keepdim=True)
     chosen = ids.masked_fill(scores != most, logits.shape[1]).amin(-1)
     chosen = chosen.masked_fill(unsure | ~(size[:, 0] < torch.inf), LEFT)

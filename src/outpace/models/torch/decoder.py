@@ -29,15 +29,15 @@ from outpace.models.torch.state import hooked
 
 log = logging.getLogger(__name__)
 TOKENS = 8  # the width that weights are repacked for
-_JOINED: weakref.WeakSet[torch.nn.Linear] = weakref.WeakSet()  # whose weights lie beside others' in one tensor
+# The tensor in which a linear module's weights lie beside others'.
+_JOINED: weakref.WeakKeyDictionary[torch.nn.Linear, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 
 
 def apart(module: Any) -> None:
     """Give every weight of ``module`` that was joined with others memory of its own again, as files that are saved
     from it want."""
     for part in module.modules():
-        if part in _JOINED:
-            _JOINED.discard(part)
+        if _JOINED.pop(part, None) is not None:
             part.weight.data = part.weight.data.clone()
 
 
@@ -49,7 +49,9 @@ class Projection:
         self.rows = [len(weight) for weight in weights]
         self._bias = torch.cat(list(biases)) if biases else None
         self._packed: Tensor | None = None
-        weight = _together(weights)
+        weight = _JOINED.get(modules[0], lambda: None)()  # another decoder's, of this very module
+        if weight is None or [p.data_ptr() for p in weight.split(self.rows)] != [w.data_ptr() for w in weights]:
+            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         if weight.device.type == "cpu" and _repacks(weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
             return
@@ -57,7 +59,7 @@ class Projection:
         if weight.data_ptr() != weights[0].data_ptr():  # the modules read the same memory
             for module, part in zip(modules, weight.split(self.rows), strict=True):
                 module.weight.data = part
-                _JOINED.add(module)
+                _JOINED[module] = weakref.ref(weight)
 
     def settle(self) -> None:
         """Put repacked weights into huge pages: reading them is most of a step."""
@@ -77,18 +79,6 @@ def _repacks(dtype: torch.dtype) -> bool:
         return False
     bf16 = dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bf16 or dtype == torch.float32
-
-
-def _together(weights: Sequence[Tensor]) -> Tensor:
-    """``weights`` [rows, H] as one, without a copy where they lie one behind the other, as those of a module do that
-    is served already."""
-    first, whole = weights[0], torch.Size((sum(len(weight) for weight in weights), weights[0].shape[1]))
-    ends = [weight.data_ptr() + weight.numel() * weight.element_size() for weight in weights]
-    behind = all(weight.data_ptr() == end for weight, end in zip(weights[1:], ends[:-1], strict=True))
-    one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
-    if behind and one and all(weight.is_contiguous() for weight in weights):
-        return first.as_strided(whole, first.stride(), first.storage_offset())
-    return torch.cat(list(weights))
 
 
 class _Layer:

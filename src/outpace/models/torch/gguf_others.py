@@ -7,8 +7,7 @@ that is checked here, and what would compute another model is refused by name.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from outpace.errors import ModelError
 from outpace.models import metadata
 from outpace.models.families import FAMILIES
 from outpace.models.refused import RECURRENT
+from outpace.models.torch.gguf import empty, filled
 from outpace.models.weights.facts import Facts
 from outpace.models.weights.gguf import GGUFFile
 
@@ -48,12 +48,8 @@ def kv_numbers(gguf: GGUFFile) -> int:
         return 0  # recurrent: the backend says why it does not serve that
     layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
     key = meta.whole("attention.key_length", max(1, meta.whole("embedding_length") // heads))
-    kv_heads = meta.get("attention.head_count_kv", heads)
-    in_all = (
-        int(kv_heads.sum())
-        if isinstance(kv_heads, np.ndarray)
-        else meta.whole("attention.head_count_kv", heads) * layers
-    )
+    each = meta.get("attention.head_count_kv", heads)
+    in_all = int(each.sum()) if isinstance(each, np.ndarray) else layers * meta.whole("attention.head_count_kv", heads)
     return in_all * (key + meta.whole("attention.value_length", key))
 
 
@@ -83,13 +79,12 @@ def architectures(supported: Iterable[str]) -> set[str]:
 def build(gguf: GGUFFile, dtype: torch.dtype, device: torch.device) -> Any:
     """The PreTrainedModel in evaluation mode. Raises ModelError when the file is incomplete or not supported."""
     meta = _known(gguf)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
     _honour(meta, gguf, config)
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    _fill(gguf, config, module)
-    return module.to(device).eval()
+    module = empty(config, dtype, device)
+    return filled(gguf, module, _weights(gguf, config, module))
 
 
 def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
@@ -109,7 +104,7 @@ def _honour(meta: Facts, gguf: GGUFFile, config: Any) -> None:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     for key, names in _SAME.items():
         configured = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-        if meta.get(key) is not None and not _equal(meta.get(key), configured):
+        if meta.get(key) is not None and not metadata.equal(meta.get(key), configured):
             raise _other(meta, key, configured)
     read = GGUF_CONFIG_MAPPING.get(_TYPES.get(gguf.architecture, gguf.architecture), {})
     for key in (*_SHAPES, *(key for key, name in read.items() if name is not None)):
@@ -143,11 +138,6 @@ def _honour_rope(meta: Facts, config: Any) -> None:
             raise _other(meta, key, 1)
 
 
-def _equal(a: Any, b: Any) -> bool:
-    numbers = all(isinstance(value, (bool, int, float)) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=1e-6)
-
-
 def _other(meta: Facts, key: str, configured: Any) -> ModelError:
     value = meta.get(key)
     return meta.fail(
@@ -156,43 +146,21 @@ def _other(meta: Facts, key: str, configured: Any) -> ModelError:
     )
 
 
-def _fill(gguf: GGUFFile, config: Any, module: Any) -> None:
-    """Load every tensor of the file into ``module``. Raises ModelError unless tensors and parameters match."""
+def _weights(gguf: GGUFFile, config: Any, module: Any) -> Iterator[tuple[str, Any]]:
+    """The file's tensors by the names of the module's; by their own where it has none."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     processor = reader.TENSOR_PROCESSORS.get(gguf.architecture, reader.TensorProcessor)(config=config.to_dict())
     places = reader.get_gguf_hf_weights_map(module, processor)
-    own = module.state_dict(keep_vars=True)
-    filled: dict[int, str] = {}  # by identity: tied parameters are one
-
-    def put(name: str, values: Any, tensor: str) -> None:
-        target = own.get(name)
-        if target is None:
-            raise ModelError(f"{gguf.path.name} has a tensor {tensor!r} that a {gguf.architecture} model does not use")
-        if target.shape != values.shape:
-            sizes = f"{list(values.shape)}, but must be {list(target.shape)}"
-            raise ModelError(f"{gguf.path.name}: {tensor} is {sizes}")
-        values = values.to(target.dtype)
-        if id(target) in filled and not torch.equal(target, values):
-            raise ModelError(f"{gguf.path.name}: {tensor} and {filled[id(target)]} differ, but are one in this family")
-        target.copy_(values)
-        filled[id(target)] = tensor
-
-    beside: dict[
-        str, Any
-    ] = {}  # experts, which a processor puts together from several tensors, by the parameter's name
-    with torch.no_grad():
-        for tensor in gguf.tensors:
-            done = processor.process(
-                weights=gguf.dequantize(tensor),
-                name=tensor,
-                tensor_key_mapping=places,
-                parsed_parameters={"tensors": beside},
-            )
-            if done.name is not None:
-                put(places.get(done.name, ""), torch.from_numpy(np.ascontiguousarray(done.weights)), tensor)
-        for name, values in beside.items():
-            put(name, values, f"what makes up {name}")
-    missing = [name for name, target in own.items() if id(target) not in filled]
-    if missing:
-        raise ModelError(f"{gguf.path.name} is incomplete: it has no tensor for {missing[0]}")
+    beside: dict[str, Any] = {}  # experts, which a processor puts together from several tensors
+    for tensor in gguf.tensors:
+        done = processor.process(
+            weights=gguf.dequantize(tensor),
+            name=tensor,
+            tensor_key_mapping=places,
+            parsed_parameters={"tensors": beside},
+        )
+        if done.name is not None:
+            yield places.get(done.name, tensor), done.weights
+    for name, values in beside.items():
+        yield name, values.numpy()

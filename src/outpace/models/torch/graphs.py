@@ -235,10 +235,14 @@ class Graphs:
         self.strict, self.captures = strict, captures
 
     def __call__(
-        self, batch: Batch, layers: int, kept: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, I64] | None:
-        """As ``run``, of all tokens of a bucket, and the packed tokens' places among them; None: the batch fits none
-        that has a graph. What is returned is overwritten by the next forward."""
+        self, batch: Batch, layers: int, kept: tuple[int, ...], features: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, I64 | None] | None:
+        """As ``run``, of all tokens of a bucket, and the packed tokens' places among them (None: their own); None: the
+        batch fits none that has a graph. What is returned is overwritten by the next forward."""
+        if self.strict and len(batch):
+            return *self._strictly(batch, layers, kept, features), None, None
+        if features is not None:
+            return None
         for apart in (False, True):  # a shape of tokens alone stands in for shapes of rows that are rare or too unlike
             rows = row_plans(batch, self._kv, apart)
             if apart and sum(len(row.places) for row in rows) * self._kv.bytes_per_position > APART:
@@ -252,7 +256,7 @@ class Graphs:
                 return None
         return None
 
-    def strictly(
+    def _strictly(
         self, batch: Batch, layers: int, kept: tuple[int, ...], features: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As ``OwnDecoder.__call__``, some tokens at a time."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,10 @@ class TorchKV(KVCache):
     which the forward that runs makes the ``step``.
     """
 
+    block: int = BLOCK
+    limit: int | None = None
+    bytes_per_position: int = 0
+
     def __init__(
         self,
         shapes: Sequence[LayerShape],
@@ -81,12 +86,12 @@ class TorchKV(KVCache):
         self._shapes = tuple(shapes)
         self.dtype = dtype
         self._device = device
-        self._limit = limit
-        self._size = block
-        self._position_bytes: int = sum(s.width for s in self._shapes) * dtype.itemsize
-        self._block_bytes: int = self._position_bytes * block
+        self.limit = limit
+        self.block = block
+        self.bytes_per_position = sum(s.width for s in self._shapes) * dtype.itemsize
+        self._block_bytes = self.bytes_per_position * block
         self._rows: dict[int, _Row] = {}
-        self.states = None if recurrent is None else States(recurrent, device)
+        self.states = States(recurrent or StateShape(0, 1, 0), device)
         self.step: Step | None = None
         self._empty()
 
@@ -100,59 +105,46 @@ class TorchKV(KVCache):
         self._free: list[int] = []  # blocks that no row holds
 
     @property
-    def block(self) -> int:
-        return self._size
-
-    @property
     def place(self) -> tuple[int, ...]:
         """Where its keys and values lie, and how many positions they have."""
         return self.keys[0].shape[1], *(each.data_ptr() for each in (*self.keys, *self.values))
 
     def alloc(self) -> int:
-        row = 0
-        while row in self._rows:
-            row += 1
+        row = next(row for row in count() if row not in self._rows)
         self._rows[row] = _Row()
         return row
 
     def free(self, row: int) -> None:
         self._cut(self._state(row), 0)
         del self._rows[row]
-        if self.states is not None:
-            self.states.clear(row)
+        self.states.clear(row)
 
     def length(self, row: int) -> int:
         return self._state(row).length
 
     @property
     def recurrent(self) -> bool:
-        return self.states is not None
+        return self.states.shape.layers > 0
 
     def reachable(self, row: int, n: int) -> int:
-        n = min(max(n, 0), self.length(row))
-        return n if self.states is None else self.states.reachable(row, n)
+        return self.states.reachable(row, min(max(n, 0), self.length(row)))
 
     def keep(self, row: int) -> None:
-        if self.states is not None:
-            self.states.keep(row)
+        self.states.keep(row)
 
     def truncate(self, row: int, n: int) -> None:
         state = self._state(row)
         if not 0 <= n <= state.length:
             raise ValueError(f"row {row} holds {state.length} positions and cannot be cut to {n}")
         self._require_reachable(row, n)
-        if self.states is not None:
-            self.states.truncate(row, n)
+        self.states.truncate(row, n)
         self._cut(state, n)
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         state = self._state(row)
         n = len(keep)
-        if (
-            start < 0
-            or start > state.length
-            or (n and (keep[0] < 0 or start + int(keep[-1]) >= state.length or (np.diff(keep) < 1).any()))
-        ):
+        ascending = 0 <= start <= state.length and bool((np.diff(keep, prepend=-1) > 0).all())
+        if not ascending or (n and start + int(keep[-1]) >= state.length):
             raise ValueError(
                 f"row {row} of length {state.length} cannot keep {keep.tolist()} after {start}: ascending?"
             )
@@ -162,8 +154,7 @@ class TorchKV(KVCache):
             self._own(state, start + moved, start + n)
             places = self.places(row, state.length)
             self._copy(places[start + keep[moved:]], places[start + moved : start + n])
-        if self.states is not None:
-            self.states.compact(row, start, keep)
+        self.states.compact(row, start, keep)
         self._cut(state, start + n)
 
     def fork(self, src: int, dst: int, n: int) -> None:
@@ -174,33 +165,29 @@ class TorchKV(KVCache):
                 f"(length {source.length})"
             )
         self._require_reachable(src, n)
-        if self.states is not None:
-            self._make_way(self.states.fork_bytes(src, n))
-            self.states.fork(src, dst, n)
+        self._make_way(self.states.fork_bytes(src, n))
+        self.states.fork(src, dst, n)
         target.blocks, target.length = source.blocks[: self._count(n)], n
         self._references[target.blocks] += 1
 
     def growth(self, row: int, n: int, settled: int = 0) -> int:
         state = self._state(row)
         more = self._count(state.length + n) - len(state.blocks)
-        if n and state.length % self._size and self._references[state.blocks[-1]] > 1:
+        if n and state.length % self.block and self._references[state.blocks[-1]] > 1:
             more += 1
-        states = 0 if self.states is None else self.states.growth(row, n - settled)
-        return more * self._block_bytes + states
+        return more * self._block_bytes + self.states.growth(row, n - settled)
 
     def bytes_for(self, positions: int) -> int:
-        states = 0 if self.states is None else self.states.bytes_for(positions)
-        return self._count(positions) * self._block_bytes + states
+        return self._count(positions) * self._block_bytes + self.states.bytes_for(positions)
 
     def exclusive(self, rows: Sequence[int]) -> int:
         counts = Counter(block for row in set(rows) for block in self._state(row).blocks)
-        states = 0 if self.states is None else self.states.exclusive(rows)
-        return sum(int(self._references[block]) == n for block, n in counts.items()) * self._block_bytes + states
+        alone = sum(int(self._references[block]) == n for block, n in counts.items())
+        return alone * self._block_bytes + self.states.exclusive(rows)
 
     @property
     def bytes(self) -> int:
-        states = 0 if self.states is None else self.states.bytes
-        return (len(self._references) - len(self._free)) * self._block_bytes + states
+        return (len(self._references) - len(self._free)) * self._block_bytes + self.states.bytes
 
     @property
     def reserved(self) -> int:
@@ -210,39 +197,26 @@ class TorchKV(KVCache):
     @property
     def spare(self) -> int:
         """Where the block that no row takes begins."""
-        return len(self._references) * self._size
-
-    @property
-    def limit(self) -> int | None:
-        return self._limit
+        return len(self._references) * self.block
 
     @property
     def rows(self) -> list[int]:
         return sorted(self._rows)
-
-    @property
-    def bytes_per_position(self) -> int:
-        return self._position_bytes
 
     def check(self) -> None:
         counts = np.zeros_like(self._references)
         for index, row in self._rows.items():
             assert len(row.blocks) == self._count(row.length), f"row {index}: {row.length} in {len(row.blocks)} blocks"
             np.add.at(counts, row.blocks, 1)
+            self.states.check(index, row.length)
         assert (counts == self._references).all(), "blocks are held by other rows than they are counted for"
         assert sorted(self._free) == np.flatnonzero(counts == 0).tolist(), "free blocks are miscounted"
-        used = (len(self._references) - len(self._free)) * self._block_bytes
-        assert self._limit is None or used <= self.reserved <= self._limit, "KV memory is over its limit"
-        if self.states is not None:
-            assert self._limit is None or self.bytes <= self._limit, "KV memory is over its limit"
-            for index, row in self._rows.items():
-                self.states.check(index, row.length)
+        assert self.limit is None or max(self.bytes, self.reserved) <= self.limit, "KV memory is over its limit"
 
     def close(self) -> None:
         """Free every row, and give the memory back."""
         self._rows.clear()
-        if self.states is not None:
-            self.states.close()
+        self.states.close()
         self._empty()
 
     # What a forward does: take blocks behind the rows' ends, write, and lengthen when all went well.
@@ -259,8 +233,7 @@ class TorchKV(KVCache):
         try:
             for row, n in more.items():
                 self._grow(row, n)
-            if self.states is not None:
-                self._make_way(sum(self.states.growth(row, n) for row, n in (kept or more).items()))
+            self._make_way(sum(self.states.growth(row, n) for row, n in (kept or more).items()))
             yield
             if self.step is not None:
                 self.step.end()
@@ -280,7 +253,7 @@ class TorchKV(KVCache):
     def places(self, row: int, n: int) -> npt.NDArray[np.int64]:
         """Where the row's first ``n`` slots lie in the pool."""
         blocks = np.array(self._state(row).blocks[: self._count(n)], np.int64)
-        places: npt.NDArray[np.int64] = (blocks[:, None] * self._size + np.arange(self._size)).reshape(-1)[:n]
+        places: npt.NDArray[np.int64] = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)[:n]
         return places
 
     # States of recurrent layers
@@ -294,12 +267,12 @@ class TorchKV(KVCache):
 
     def _make_way(self, more: int) -> None:
         """Room for so many ``more`` bytes of states: snapshots go first. Raises MemoryLimitError."""
-        if self._limit is None or self.states is None:
+        if self.limit is None:
             return
-        room = self._limit - self.bytes - more
+        room = self.limit - self.bytes - more
         if room < 0:
             raise MemoryLimitError(
-                f"of the {self._limit} bytes of KV memory {self.bytes} are in use, and recurrent layers' states would "
+                f"of the {self.limit} bytes of KV memory {self.bytes} are in use, and recurrent layers' states would "
                 f"take {more} more: wait, or raise the KV memory"
             )
         self.states.make_way(room)
@@ -313,7 +286,7 @@ class TorchKV(KVCache):
         return state
 
     def _count(self, positions: int) -> int:
-        return -(-positions // self._size)
+        return -(-positions // self.block)
 
     def _cut(self, state: _Row, n: int) -> None:
         keep = self._count(n)
@@ -336,13 +309,13 @@ class TorchKV(KVCache):
 
     def _own(self, state: _Row, start: int, end: int) -> None:
         """Copy those of the row's blocks that it shares and that have slots of ``start .. end - 1``."""
-        for i in range(start // self._size, min(self._count(end), len(state.blocks))):
+        for i in range(start // self.block, min(self._count(end), len(state.blocks))):
             old = state.blocks[i]
             if self._references[old] > 1:
                 state.blocks[i] = self._take(1)
                 self._references[old] -= 1
-                inside = np.arange(self._size)
-                self._copy(old * self._size + inside, state.blocks[i] * self._size + inside)
+                inside = np.arange(self.block)
+                self._copy(old * self.block + inside, state.blocks[i] * self.block + inside)
 
     def _take(self, missing: int) -> int:
         """A free block; ``missing``: how many will be asked for now."""
@@ -359,15 +332,15 @@ class TorchKV(KVCache):
         beside states, which take of the same memory.
         """
         there = len(self._references)
-        most = self._limit // self._block_bytes if self._limit is not None else max(FIRST, 2 * there, there + missing)
-        full = self._device.type != "cpu" and self.states is None
+        most = self.limit // self._block_bytes if self.limit is not None else max(FIRST, 2 * there, there + missing)
+        full = self._device.type != "cpu" and not self.recurrent
         wanted = most if full else min(most, max(FIRST, 2 * there, there + missing))
         while wanted > there:
             try:
                 for pool in (self.keys, self.values):
                     for i, old in enumerate(pool):
-                        if old.shape[1] < (wanted + 1) * self._size:
-                            pool[i] = self._larger(old, (wanted + 1) * self._size)
+                        if old.shape[1] < (wanted + 1) * self.block:
+                            pool[i] = self._larger(old, (wanted + 1) * self.block)
                 break
             except (MemoryError, RuntimeError):  # what torch raises where memory is short
                 wanted = there + (wanted - there) // 2
@@ -380,17 +353,17 @@ class TorchKV(KVCache):
         with torch.inference_mode(False):  # what a forward allocates is written outside of forwards, too
             new = torch.empty((old.shape[0], positions, old.shape[2]), dtype=self.dtype, device=self._device)
             new[:, : old.shape[1]] = old
-            new[:, -self._size :] = 0  # what nobody sees still has to be a number
+            new[:, -self.block :] = 0  # what nobody sees still has to be a number
             return new
 
     def _full(self) -> str:
-        if self._limit is not None and self._limit // self._block_bytes <= len(self._references):
+        if self.limit is not None and self.limit // self._block_bytes <= len(self._references):
             return (
-                f"all of the {self._limit} bytes of KV memory are in use (a block of {self._size} positions takes "
+                f"all of the {self.limit} bytes of KV memory are in use (a block of {self.block} positions takes "
                 f"{self._block_bytes}): wait, shorten the request, or raise the KV memory"
             )
         return (
-            f"the {self._device.type} has no {self._block_bytes} bytes left for a block of {self._size} positions: "
+            f"the {self._device.type} has no {self._block_bytes} bytes left for a block of {self.block} positions: "
             f"shorten the request, or bound the KV memory so that requests wait"
         )
 

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,17 +36,6 @@ from outpace.models.torch.upload import uploaded
 
 # How far apart two computations of the same may be, relative to the largest value: rounding, of another order of sums.
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What one forward over [1, n] tokens showed; the calls are those of modules outside of the layers."""
-
-    embedded: torch.Tensor | None = None
-    entered: torch.Tensor | None = None  # the first layer
-    left: torch.Tensor | None = None  # the last layer
-    headed: torch.Tensor | None = None  # what the head was given
-    calls: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,48 +86,31 @@ def find(name: str, module: Any, layers: torch.nn.ModuleList, run: Callable[[], 
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or embedding is None:
         raise ModelError(f"{name} has no embedding and linear head that a drafter could share")
-    seen = _Seen()
+    seen: list[tuple[torch.nn.Module, Any, Any]] = []  # what modules were given, and what they gave
+
+    def note(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        given = inputs[0] if inputs else named.get("hidden_states")
+        seen.append((part, given, output[0] if isinstance(output, tuple) else output))
+
+    inside = {id(part) for part in layers.modules()} - {id(layers[0]), id(layers[-1])}
     with ExitStack() as undo:
-        _watch(module, embedding, head, layers, seen, undo)
+        for part in module.modules():
+            if id(part) not in inside:
+                undo.callback(part.register_forward_hook(note, with_kwargs=True).remove)
         logits = run()
-    if seen.embedded is None or seen.entered is None or seen.left is None or seen.headed is None:
+    by_part = {id(part): (given, gave) for part, given, gave in seen}
+    if not all(id(part) in by_part for part in (embedding, layers[0], layers[-1], head)):
         raise ModelError(f"{name} does not use its embedding, layers and head one after the other")
-    tolerance = _ROUNDING.get(seen.left.dtype, 1e-5)
-    norm = next(
-        (m for m, given, gave in seen.calls if torch.equal(given, seen.left) and torch.equal(gave, seen.headed)), None
-    )
-    scale = _multiple(seen.embedded, seen.entered, tolerance)
-    raw = head(seen.headed)[0]
-    return TorchParts(name, embedding, scale, norm, head, _after_head(module, raw, logits, tolerance))
+    embedded, entered, left = by_part[id(embedding)][1], by_part[id(layers[0])][0], by_part[id(layers[-1])][1]
+    headed, raw = by_part[id(head)]
+    norm = next((part for part, *both in seen if all(map(_same, both, (left, headed)))), None)
+    tolerance = _ROUNDING.get(left.dtype, 1e-5)
+    scale = _multiple(embedded, entered, tolerance)
+    return TorchParts(name, embedding, scale, norm, head, _after_head(module, raw[0], logits, tolerance))
 
 
-def _watch(module: Any, embedding: Any, head: Any, layers: torch.nn.ModuleList, seen: _Seen, undo: ExitStack) -> None:
-    def embedded(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        seen.embedded = output
-
-    def entered(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        seen.entered = inputs[0] if inputs else named["hidden_states"]
-
-    def left(_module: Any, _inputs: Any, output: Any) -> None:
-        seen.left = output[0] if isinstance(output, tuple) else output
-
-    def headed(_module: Any, inputs: tuple[Any, ...]) -> None:
-        seen.headed = inputs[0]
-
-    def called(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            seen.calls.append((module, inputs[0], output))
-
-    inside = {id(m) for m in layers.modules()} | {id(head)}
-    hooks = [
-        embedding.register_forward_hook(embedded),
-        layers[0].register_forward_pre_hook(entered, with_kwargs=True),
-        layers[-1].register_forward_hook(left),
-        head.register_forward_pre_hook(headed),
-        *(m.register_forward_hook(called) for m in module.modules() if id(m) not in inside),
-    ]
-    for hook in hooks:
-        undo.callback(hook.remove)
+def _same(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and torch.equal(a, b)
 
 
 def _multiple(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> float | None:
@@ -255,7 +227,7 @@ class TransformersModel(Model):
         self._anatomy = anatomy
         self._windows = tuple(dict.fromkeys(anatomy.windows))
         self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
-        self._state_shape = state_shape(module, self._mixers)
+        self._state_shape = state_shape(self._mixers)
         self.kv = self._cache(kv_memory, kv_block)
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
         head = module.get_output_embeddings()
@@ -382,12 +354,8 @@ class TransformersModel(Model):
         with self.lock, _plainly(self._device):
             return self._run(batch, self.kv, self._own, self.graphs)
 
-    @property
-    def _module(self) -> Any:
-        return self._weak()
-
     def _live(self) -> Any:
-        module = self._module
+        module = self._weak()
         if module is None or not self._configs:
             raise ModelError(f"{self.info.name} is closed: load it again")
         return module
@@ -403,26 +371,19 @@ class TransformersModel(Model):
         features = None if batch.features is None else self._features(batch)
         try:
             with kv.writing(counts(batch), records(batch) if self._mixers else None):
-                if graphs is not None and graphs.strict and len(batch):
-                    found, states = graphs.strictly(batch, layers, batch.hidden_layers, features)
-                    return TorchOutput(batch, found, [states[layer] for layer in batch.hidden_layers])
-                fit = None if graphs is None or features is not None else graphs(batch, layers, batch.hidden_layers)
-                if fit is not None:
-                    logits, hidden_states, experts, where = fit
-                    kept = [hidden_states[i] for i in batch.hidden_layers]
-                    return TorchOutput(batch, logits, kept, where, self._rounding, experts)
-                planned = plan(batch, kv, self._windows, self._device)
-                if own is None:
-                    logits, hidden_states = self._through_module(planned, layers, features, batch.hidden_layers)
-                else:
-                    logits, hidden_states = own(planned, layers, features, batch.hidden_layers)
+                found = None if graphs is None else graphs(batch, layers, batch.hidden_layers, features)
+                if found is None:
+                    planned = plan(batch, kv, self._windows, self._device)
+                    both = (own or self._through_module)(planned, layers, features, batch.hidden_layers)
+                    found = *both, planned.experts, None
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
                 f"{self._device} has no memory left for a forward of {len(batch)} tokens: bound the KV memory, or give "
                 f"fewer tokens a step"
             ) from error
+        logits, hidden_states, experts, where = found
         kept = [hidden_states[i] for i in batch.hidden_layers]
-        return TorchOutput(batch, logits, kept, None, self._rounding, planned.experts)
+        return TorchOutput(batch, logits, kept, where, self._rounding, experts)
 
     def _through_module(
         self, planned: Plan, layers: int, features: torch.Tensor | None, kept: Sequence[int]
@@ -439,12 +400,11 @@ class TransformersModel(Model):
             if layers < self.info.layers:
                 self._shorten(layers, undo)
             if features is not None:
-                entry = _add_features(features)
-                undo.callback(self._anatomy.layers[0].register_forward_pre_hook(entry, with_kwargs=True).remove)
+                entry = partial(_add_features, features)
+                undo.callback(anatomy.layers[0].register_forward_pre_hook(entry, with_kwargs=True).remove)
             for layer in set(kept):
-                undo.callback(
-                    self._anatomy.layers[layer].register_forward_hook(_keep_output(hidden_states, layer)).remove
-                )
+                keep_output = partial(_keep_output, hidden_states, layer)
+                undo.callback(anatomy.layers[layer].register_forward_hook(keep_output).remove)
             keep = {"logits_to_keep": 0 if wanted is None else wanted} if self._keeps_logits else {}
             logits = self._live()(
                 input_ids=planned.tokens[None],
@@ -513,21 +473,16 @@ def _parameters(module: Any) -> set[str]:
     return {"position_ids"}
 
 
-def _keep_output(into: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
-    def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        into[layer] = output[0][0] if isinstance(output, tuple) else output[0]
-
-    return hook
+def _keep_output(into: dict[int, torch.Tensor], layer: int, _module: Any, _inputs: Any, output: Any) -> None:
+    into[layer] = output[0][0] if isinstance(output, tuple) else output[0]
 
 
-def _add_features(features: torch.Tensor) -> Callable[..., Any]:
+def _add_features(
+    features: torch.Tensor, layer: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, Any]:
     """Adds hidden states [N, H] to what enters a layer: after whatever the model did to its embeddings."""
-
-    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        hidden = inputs[0] if inputs else named.get("hidden_states")
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != features.shape:
-            raise ValueError(f"{type(layer).__name__} does not take plain hidden states, so features cannot be added")
-        hidden = hidden + features.to(hidden.dtype)[None]
-        return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})
-
-    return hook
+    hidden = inputs[0] if inputs else named.get("hidden_states")
+    if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != features.shape:
+        raise ValueError(f"{type(layer).__name__} does not take plain hidden states, so features cannot be added")
+    hidden = hidden + features.to(hidden.dtype)[None]
+    return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,10 @@ import numpy.typing as npt
 import torch
 
 from outpace.common.arrays import F32, I32
-from outpace.errors import NoTokenAllowedError
 from outpace.exact.drafts import Drafts, Verdicts, depths
-from outpace.exact.sampling import Chooser, TokenLogprob, judged
+from outpace.exact.sampling import Chooser, judged
 from outpace.exact.verify import walk
-from outpace.models.base import Batch, Output, logprobs_on_host
+from outpace.models.base import Batch, Output
 from outpace.models.torch.choose import LEFT, Asked, greedy, sampled
 from outpace.models.torch.upload import Upload, uploaded
 
@@ -77,61 +76,24 @@ class TorchOutput(Output):
         """The logits [M, V] where they were computed."""
         return self._logits
 
-    def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts:
+    def verify(self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None]) -> Verdicts | None:
         """See ``Output.verify``; rows with rules are left to the caller. On a card every node's choice is made there,
-        and all come in one copy; on the host, where nothing is copied, only those of visited nodes are made."""
-        mine = [i for i, chooser in enumerate(choosers) if chooser is not None and not chooser.rules]
-        left = np.ones(len(choosers), np.bool_)
-        left[mine] = False
-        say = self._chosen_there(drafts, starts, choosers, mine) if self._on_device else self._chosen(starts, choosers)
-        level = 0
-
-        def after(rows: I32, nodes: I32) -> I32:
-            nonlocal level
-            found = np.full(len(rows), LEFT, np.int32)  # agrees with no draft
-            for j, (i, node) in enumerate(zip(rows.tolist(), nodes.tolist(), strict=True)):
-                if not left[i]:
-                    found[j] = say(i, node, level)
-                    left[i] = found[j] == LEFT
-            level += 1
-            return found
-
-        verdicts = walk(after, drafts)
-        return Verdicts(verdicts.tokens, np.where(left, np.int32(-1), verdicts.accepted), verdicts.path)
-
-    def _chosen(self, starts: I32, choosers: Sequence[Chooser | None]) -> Callable[[int, int, int], int]:
-        """The choice of row i after a node at some level, from logits on the host."""
-        logits = self._everything()
-        first = self._found(starts)  # a row's wanted tokens stand together
-
-        def say(i: int, node: int, level: int) -> int:
-            chooser = choosers[i]
-            assert chooser is not None
-            at = int(first[i]) + 1 + node
-            try:
-                return self._judged(at, logits[at], replace(chooser, index=chooser.index + level))
-            except (NoTokenAllowedError, FloatingPointError):
-                return LEFT
-
-        return say
-
-    def _chosen_there(
-        self, drafts: Drafts, starts: I32, choosers: Sequence[Chooser | None], rows: Sequence[int]
-    ) -> Callable[[int, int, int], int]:
-        """As ``_chosen``, of ``rows``: made where the logits are."""
-        first, widths = self._found(starts), drafts.widths
-        at = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i] + 1 + widths[i]) for i in rows)])
-        begins = dict(zip(rows, np.cumsum([0, *(1 + widths[i] for i in rows)]).tolist(), strict=False))
-        chain = np.arange(drafts.tokens.shape[1], dtype=np.int32)
-        level = [
-            np.append(0, 1 + (chain if drafts.parents is None else depths(drafts.parents[i, : widths[i]])))[
-                : 1 + widths[i]
-            ]
-            for i in rows
-        ]
-        each = [chooser for i in rows if (chooser := choosers[i]) is not None for _ in range(1 + widths[i])]
-        found = self._choices(at, each, np.concatenate([np.zeros(0, np.int64), *level]))
-        return lambda i, node, level: int(found[begins[i] + 1 + node])
+        and all come in one copy; on the host, where nothing is copied, the caller asks for those of visited nodes."""
+        if not self._on_device:
+            return None
+        mine = np.array([chooser is not None and not chooser.rules for chooser in choosers], np.bool_)
+        after = np.arange(drafts.tokens.shape[1] + 1)  # the pending token, then the nodes
+        rows, nodes = np.nonzero(mine[:, None] & (after <= drafts.widths[:, None]))
+        levels = np.tile(after, (len(mine), 1))
+        if drafts.parents is not None:
+            for level, parents, n in zip(levels, drafts.parents, drafts.widths, strict=True):
+                level[1 : n + 1] = 1 + depths(parents[:n])
+        each = [chooser for i in rows.tolist() if (chooser := choosers[i]) is not None]
+        table = np.full(levels.shape, LEFT, np.int32)
+        table[rows, nodes] = self._choices(self._found(starts)[rows] + nodes, each, levels[rows, nodes])
+        found = walk(lambda rows, nodes: table[rows, nodes + 1], drafts)
+        left = found.tokens[np.arange(len(mine)), found.accepted] == LEFT  # which agrees with no draft
+        return replace(found, accepted=np.where(left, np.int32(-1), found.accepted))
 
     def _choices(self, at: npt.NDArray[np.int64], choosers: Sequence[Chooser], levels: npt.NDArray[np.int64]) -> I32:
         """The choices int32 [n] of ``choosers``, so many ``levels`` further on, from rows ``at`` [n] of the logits, or
@@ -158,32 +120,25 @@ class TorchOutput(Output):
         chosen: I32 = found[0]
         return chosen
 
-    def _judged(self, at: int, logits: F32, chooser: Chooser) -> int:
-        """The choice from row ``at`` of the logits, on the host."""
-        ruled = chooser.apply_rules(logits)
-        token, near = judged(ruled, chooser.params, chooser.noise, chooser.index, self._rounding)
-        if near:
-            self._near.add(at)
-        return token
-
     def near_ties(self, at: I32) -> int:
         return len(self._near.intersection(self._found(at).tolist()))
 
     def choose(self, at: I32, choosers: Sequence[Chooser]) -> I32:
-        plain = not any(chooser.rules for chooser in choosers)
-        if plain and (self._on_device or (self._host is None and all(c.params.greedy for c in choosers))):
+        if self._on_device and not any(chooser.rules for chooser in choosers):
             found = self._choices(self._found(at), choosers, np.zeros(len(at), np.int64))
             if (found != LEFT).all():
                 return found
-        logits, rows = self._everything(), self._found(at).tolist()
-        return np.array([self._judged(i, logits[i], c) for i, c in zip(rows, choosers, strict=True)], np.int32)
+        chosen = []
+        for i, c in zip(self._found(at).tolist(), choosers, strict=True):
+            token, near = judged(c.apply_rules(self._everything()[i]), c.params, c.noise, c.index, self._rounding)
+            chosen.append(token)
+            if near:
+                self._near.add(i)
+        return np.array(chosen, np.int32)
 
     def logits(self, at: I32) -> F32:
         logits: F32 = self._everything()[self._found(at)]
         return logits
-
-    def logprobs(self, at: I32, tokens: I32, top: Sequence[int]) -> list[TokenLogprob]:
-        return logprobs_on_host(self.logits(at), tokens, top)
 
     def hidden_states(self, at: I32) -> TorchHiddenStates:
         if not self._hidden_states:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.common.arrays import F32, I32
+from outpace.common.arrays import F32
 from outpace.errors import ModelError
 from outpace.models.base import Batch, KVCache, Output
 from outpace.models.torch.anatomy import Anatomy
@@ -55,34 +55,27 @@ def agree(
     tokens = reference.tokens.cpu().numpy().astype(np.int32)
     trunk, other = kv.alloc(), kv.alloc()
 
-    def run(chunks: dict[int, I32], parents: I32 | None = None) -> F32:
-        rows = list(chunks)
-        batch = Batch.pack(
-            rows,
-            list(chunks.values()),
-            [kv.length(row) for row in rows],
-            [True] * len(rows),
-            [parents if row == trunk else None for row in rows],
-        )
+    # Both branches as one tree, one node of each in turn.
+    nodes = np.arange(2 * (LENGTH - FORK), dtype=np.int32)
+    parents, tree = np.where(nodes < 2, -1, nodes - 2).astype(np.int32), (nodes % 2, FORK + nodes // 2)
+    steps: list[dict[int, Any]] = [  # by row, which of the tokens
+        {trunk: np.s_[0, :5], other: np.s_[2, :2]},
+        {trunk: np.s_[0, 5:6], other: np.s_[2, 2:9]},
+        {trunk: np.s_[0, 6:FORK]},
+        {trunk: tree, other: np.s_[2, 9:]},
+    ]
+
+    def run(chunks: dict[int, Any]) -> F32:
+        rows, trees = list(chunks), [parents if at is tree else None for at in chunks.values()]
+        starts = [kv.length(row) for row in rows]
+        batch = Batch.pack(rows, [tokens[at] for at in chunks.values()], starts, [True] * len(rows), trees)
         return forward(batch).logits(batch.wanted)
 
-    found = [run({trunk: tokens[0, :5], other: tokens[2, :2]})]
-    found.append(run({trunk: tokens[0, 5:6], other: tokens[2, 2:9]}))
-    found.append(run({trunk: tokens[0, 6:FORK]}))
-    # Both branches as one tree, one node of each in turn.
-    tree = np.stack([tokens[0, FORK:], tokens[1, FORK:]], axis=1).ravel()
-    parents = np.arange(-2, len(tree) - 2, dtype=np.int32).clip(-1)
-    parents[1] = -1
-    found.append(run({trunk: tree, other: tokens[2, 9:]}, parents))
-
     def served(logits: F32) -> F32:
-        """Of [3, LENGTH, V], in the order of ``found``."""
-        both = logits[:2, FORK:].swapaxes(0, 1).reshape(len(tree), -1)
-        return np.concatenate(
-            [logits[0, :5], logits[2, :2], logits[0, 5:6], logits[2, 2:9], logits[0, 6:FORK], both, logits[2, 9:]]
-        )
+        """Of [3, LENGTH, V], in the order of the steps."""
+        return np.concatenate([logits[at] for step in steps for at in step.values()])
 
-    ours, reference_scores = np.concatenate(found), served(reference.logits)
+    ours, reference_scores = np.concatenate([run(step) for step in steps]), served(reference.logits)
     scale = max(1.0, float(np.abs(reference_scores).max()))
     worst = float(np.abs(ours - reference_scores).max()) / scale
     if not worst <= TOLERANCE.get(dtype, 1e-3):
@@ -91,7 +84,8 @@ def agree(
             f"size, so something besides attention couples its tokens (recurrent state, perhaps)"
         )
     if strict:
-        alone = [np.concatenate([run({row: each[None]}) for each in own]) for own in tokens for row in [kv.alloc()]]
+        each = [[{row: np.s_[line, i : i + 1]} for i in range(LENGTH)] for line in range(3) for row in [kv.alloc()]]
+        alone = [np.concatenate([run(step) for step in line]) for line in each]
         if served(np.stack(alone)).tobytes() != ours.tobytes():
             raise ModelError("one by one, its tokens' logits have other bits than together")
 
@@ -107,7 +101,7 @@ def prove_in_float32(module: Any, anatomy: Anatomy) -> None:
     own = OwnDecoder(small, windows, [anatomy.scales[at] for at in attend])
     device = next(small.parameters()).device
     reference = Reference.of(small, small.get_input_embeddings().weight.shape[0], device)
-    states = state_shape(small, mixers(small))
+    states = state_shape(mixers(small))
     kv = TorchKV([anatomy.shapes[at] for at in attend], torch.float32, device, recurrent=states)
 
     def forward(batch: Batch) -> Output:

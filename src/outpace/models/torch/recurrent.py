@@ -8,7 +8,7 @@ has them, so that rows and snapshots share them by reference.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -75,7 +75,8 @@ class _Snapshot:
 
 @dataclass(slots=True)
 class States:
-    """Those of all rows of one cache. A row that is not there has no positions."""
+    """Those of all rows of one cache. A row that is not there has no positions. Without layers nothing is kept, and
+    rows can be cut anywhere."""
 
     shape: StateShape
     device: torch.device
@@ -94,13 +95,13 @@ class States:
     def reachable(self, row: int, n: int) -> int:
         """The longest beginning of at most ``n`` positions, no more than ``row`` has, that it can be cut to."""
         at = self._rows.get(row)
-        if at is None or n >= at.base:
-            return n if at is not None else 0
+        if not self.shape.layers or (at is not None and n >= at.base):
+            return n
         return max([0, *(each.at.base for each in self._of(row) if each.at.base <= n)])
 
     def truncate(self, row: int, n: int) -> None:
         """To ``n`` positions, which are reachable."""
-        if n == 0:
+        if n == 0 or not self.shape.layers:
             self.clear(row)
             return
         self._rows[row] = self._cut(row, n)
@@ -108,21 +109,18 @@ class States:
 
     def compact(self, row: int, start: int, keep: I32) -> None:
         """Keep tokens ``start + keep[i]``, from a reachable ``start`` on."""
-        if start + len(keep) == 0:
+        if start + len(keep) == 0 or not self.shape.layers:
             self.clear(row)
             return
         at = self._rows[row]
         before = start - at.base + self.shape.taps - 1
-        if not np.array_equal(keep, np.arange(len(keep))):
-            (index,) = uploaded(self.device, np.concatenate([np.arange(before), before + keep]))
-            self._rows[row] = replace(at, records=at.records.index_select(1, index))
-        else:
-            self._rows[row] = replace(at, records=at.records[:, : before + len(keep)])
+        (index,) = uploaded(self.device, np.append(np.arange(before), before + keep))
+        self._rows[row] = replace(at, records=at.records.index_select(1, index))
 
     def fork(self, src: int, dst: int, n: int) -> None:
         """``dst`` begins with ``n`` positions of ``src``, which are reachable."""
         self.clear(dst)
-        if n:
+        if n and self.shape.layers:
             self._rows[dst] = self._cut(src, n)
             self._snap(dst, True)  # who begins like it may, too
 
@@ -146,12 +144,12 @@ class States:
         return self.shape.bytes + 2 * self.shape.records_bytes(1) if positions > 0 else 0
 
     def fork_bytes(self, src: int, n: int) -> int:
-        return self.shape.records_bytes(max(0, n - self._rows[src].base)) if n else 0
+        return self.shape.records_bytes(max(0, n - self.at(src).base)) if n else 0
 
     def exclusive(self, rows: Iterable[int]) -> int:
         there = [self._rows[row] for row in set(rows) if row in self._rows]
-        ours, all_of_them = Counter(id(at.state) for at in there if at.state is not None), self._sharers()
-        alone = sum(all_of_them[state] == n for state, n in ours.items())
+        all_of_them = self._sharers()
+        alone = sum(all_of_them[state] == n for state, n in self._sharers(there).items())
         return alone * self.shape.bytes + sum(map(self._records_bytes, there))
 
     @property
@@ -165,8 +163,8 @@ class States:
 
     def check(self, row: int, positions: int) -> None:
         """Assert that ``row``'s states are over its ``positions``."""
-        assert self.length(row) == positions, "a row's recurrent state is not where its keys and values end"
-        at = self._rows.get(row)
+        at, length = self._rows.get(row), self.length(row) if self.shape.layers else positions
+        assert length == positions, "a row's recurrent state is not where its keys and values end"
         assert at is None or (at.base > 0) == (at.state is not None), "a row has lost its recurrent state"
 
     def close(self) -> None:
@@ -183,16 +181,14 @@ class States:
 
     def taken_up(self, row: int, new: _Row) -> None:
         """What a step over ``row``'s tokens has come to."""
-        went_on = self.at(row).reads
+        went_on, before = self.at(row).reads, self._of(row)
         self._rows[row] = new
         if not new.reads:
             return
         # What a prompt's next part makes out of date: unless it is far from the one before.
-        before = sorted((each for each in self._of(row) if each.at.base < new.base), key=lambda each: each.at.base)
-        if went_on and before and not before[-1].kept:
-            start = before[-2].at.base if len(before) > 1 else 0
-            if before[-1].at.base - start < EVERY:
-                self._snapshots.remove(before[-1])
+        bases = [0, 0, *(each.at.base for each in before)]
+        if went_on and before and not before[-1].kept and bases[-1] - bases[-2] < EVERY:
+            self._snapshots.remove(before[-1])
         self._snap(row)
 
     def _snap(self, row: int, kept: bool = False) -> None:
@@ -211,6 +207,7 @@ class States:
         return replace(at, records=at.records[:, : self.shape.taps - 1 + n - at.base])
 
     def _of(self, row: int) -> list[_Snapshot]:
+        """The row's, ascending: it has none beyond its end."""
         return [each for each in self._snapshots if each.row == row]
 
     def _count(self, at: _Row) -> int:
@@ -219,23 +216,35 @@ class States:
     def _records_bytes(self, at: _Row) -> int:
         return self.shape.records_bytes(self._count(at))
 
-    def _sharers(self) -> Counter[int]:
-        """How many rows have a state, by its id."""
-        return Counter(id(at.state) for at in self._rows.values() if at.state is not None)
+    def _sharers(self, rows: Iterable[_Row] | None = None) -> Counter[int]:
+        """How many ``rows`` (None: of all) have a state, by its id."""
+        every = self._rows.values() if rows is None else rows
+        return Counter(id(at.state) for at in every if at.state is not None)
 
     def _alone(self) -> int:
         """How many states snapshots alone keep."""
-        rows = self._sharers()
-        return len({id(each.at.state) for each in self._snapshots} - set(rows))
+        return len({id(each.at.state) for each in self._snapshots} - set(self._sharers()))
 
 
 @dataclass(slots=True)
-class Level:
-    """Tokens of one depth, of all rows: packed ``tokens`` int64 [n], and ``parents`` int64 [n], places in the level
-    before, of the first one among rows; None: all in their order."""
+class _Part:
+    """One row's part of a step: packed tokens ``begin .. end``, of which the first ``settled`` are never taken back.
 
-    tokens: Tensor
-    parents: Tensor | None
+    ``parents``: of each token among them; -1: all that the row has. ``inputs`` int64 [tokens, taps] of a token's
+    convolution, and ``kept`` [taps - 1 + tokens kept], which stay: among what the row keeps and the tokens behind it.
+    ``state``, ``records``: what the row has after the step.
+    """
+
+    row: int
+    at: _Row
+    begin: int
+    end: int
+    settled: int
+    parents: list[int]
+    inputs: Tensor
+    kept: Tensor
+    state: Tensor | None
+    records: Tensor
 
 
 class Step:
@@ -247,67 +256,37 @@ class Step:
     """
 
     def __init__(self, states: States, batch: Batch) -> None:
-        self._states, self._n = states, len(batch)
-        shape, before = states.shape, states.shape.taps - 1
-        begins, ends = batch.starts[:-1].tolist(), batch.starts[1:].tolist()
-        spans = [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
-        self._names = [int(batch.row[begin]) for begin, _ in spans]
-        self._rows = [states.at(name) for name in self._names]
-        self._settled = [settled(batch, begin, end) for begin, end in spans]
-        there = [at.records.shape[1] for at in self._rows]
-        last = np.cumsum(there, dtype=np.int64) - 1  # of each row's records, one row's behind the other's
-        past = int(sum(there))
-        # Which token a token follows: packed ones, then those of records.
-        follows = np.arange(-1, self._n + past - 1)
-        for (begin, end), record in zip(spans, last, strict=True):
-            parents = batch.parent[begin:end]
-            follows[begin:end] = np.where(parents < 0, self._n + record, begin + parents)
-        inputs = np.empty((self._n, shape.taps), np.int64)
-        inputs[:, -1] = np.arange(self._n)
-        for tap in range(before, 0, -1):
-            inputs[:, tap - 1] = follows[inputs[:, tap]]
-        kept = [begin + n for (begin, _), n in zip(spans, self._settled, strict=True)]  # the first one of each row
-        records = [
-            np.append(inputs[first, :before], np.arange(first, end))
-            for first, (_, end) in zip(kept, spans, strict=True)
-        ]
-        self._sizes = [len(each) for each in records]
-        place = np.zeros(self._n, np.int64)  # of kept tokens among the new records
-        for first, (_, end), at in zip(kept, spans, np.cumsum(self._sizes) - self._sizes, strict=True):
-            place[first:end] = at + before + np.arange(end - first)
-        levels = _levels(batch, spans, kept)
-        flat = np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in levels)])
-        counts = [n - before for n in there]
-        replayed = _ragged([int(end) + 1 - n for end, n in zip(last, counts, strict=True)], counts, past)
-        sure = _ragged([begin for begin, _ in spans], self._settled, self._n)
-        sent = uploaded(
-            states.device, inputs, np.concatenate([np.zeros(0, np.int64), *records]), place[flat], flat, replayed, sure,
-            *(each for level in levels for each in level),
-        )  # fmt: skip
-        self._inputs, self._records, self._place, self._kept, self._replayed, self._sure = sent[:6]
-        straight, wide = [], len(spans)
-        for tokens, parents in levels:
-            straight.append(len(parents) == wide and bool((parents == np.arange(wide)).all()))
-            wide = len(tokens)
-        self._levels = [
-            Level(tokens, None if one else parents)
-            for tokens, parents, one in zip(sent[6::2], sent[7::2], straight, strict=True)
-        ]
-        width, device = sum(shape.record), states.device
-        self._past = torch.cat([at.records for at in self._rows], 1) if len(spans) > 1 else self._rows[0].records
-        self._new = torch.zeros((shape.layers, sum(self._sizes), width), device=device)
-        goes_on = [n + m > 0 for n, m in zip(counts, self._settled, strict=True)]
-        self._to = [torch.empty(shape.state, device=device) if on else None for on in goes_on]
+        self._states = states
+        bounds = zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), strict=True)
+        self._parts = [self._part(batch, begin, end) for begin, end in bounds if begin < end]
+
+    def _part(self, batch: Batch, begin: int, end: int) -> _Part:
+        states, shape, row = self._states, self._states.shape, int(batch.row[begin])
+        at, n, parents = states.at(row), settled(batch, begin, end), batch.parent[begin:end]
+        past = at.records.shape[1]
+        follows = np.append(np.arange(-1, past - 1), np.where(parents < 0, past - 1, past + parents))
+        inputs = [np.arange(past, past + end - begin)]
+        while len(inputs) < shape.taps:
+            inputs.insert(0, follows[inputs[0]])
+        taps = np.stack(inputs, 1)
+        where, kept = uploaded(states.device, taps, np.append(taps[n, :-1], taps[n:, -1]))
+        state = at.state
+        if n or past >= shape.taps:  # it goes on
+            state = torch.empty(shape.state, device=states.device)
+        records = torch.empty((shape.layers, len(kept), sum(shape.record)), device=states.device)
+        return _Part(row, at, begin, end, n, parents.tolist(), where, kept, state, records)
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """The convolution [N, channels] of inputs ``x`` [N, channels] by ``weight`` [taps, channels], all float32."""
-        channels = x.shape[1]
-        source = torch.cat([x, self._past[layer, :, :channels]])
-        self._new[layer, :, :channels] = source.index_select(0, self._records)
-        inputs = source.index_select(0, self._inputs.view(-1)).view(*self._inputs.shape, channels)
-        out = inputs[:, 0] * weight[0]
-        for tap in range(1, len(weight)):
-            out = out + inputs[:, tap] * weight[tap]
+        out, channels = torch.empty_like(x), x.shape[1]
+        for part in self._parts:
+            source = torch.cat([part.at.records[layer, :, :channels], x[part.begin : part.end]])
+            part.records[layer, :, :channels] = source[part.kept]
+            each = source[part.inputs].unbind(1)
+            total = each[0] * weight[0]
+            for tap in range(1, len(weight)):
+                total = total + each[tap] * weight[tap]
+            out[part.begin : part.end] = total
         return out
 
     def gone_over(
@@ -316,77 +295,44 @@ class Step:
         """What a gated delta net gives [N, value_heads, value_dim], of float32 ``query`` and ``key`` [N, key_heads,
         key_dim], ``value`` as the result, ``beta`` and ``decay`` [N, value_heads]. Or a state space, which does not
         correct what a state has for a key: an update is ``beta`` times the value."""
-        shape = self._states.shape
-        one = torch.zeros(shape.state[1:], device=key.device)
-        state = torch.stack([one if at.state is None else at.state[layer] for at in self._rows])
-        # Behind the others one that changes nothing, for rows that have fewer: 1 S + 0 0'.
-        nothing = self._past.new_zeros((1, self._past.shape[2]))
-        nothing[:, -shape.value_heads :] = 1
-        _, keys, updates, decays = torch.cat([self._past[layer], nothing]).split(shape.record, 1)
-        for at in self._replayed:
-            k = keys.index_select(0, at).view(-1, shape.key_heads, shape.key_dim)
-            u = updates.index_select(0, at).view(-1, shape.value_heads, shape.value_dim)
-            state = _after(state * decays.index_select(0, at)[..., None, None], self._shared(k), u)
-        out = value.new_empty((self._n + 1, *value.shape[1:]))
-        if len(self._sure):
-            padded = [_ended(query, 0), _ended(key, 0), _ended(value, 0), _ended(beta, 0), _ended(decay, 1)]
-            for at in self._sure:
-                state, _, found = self._token(corrects, state, *(each.index_select(0, at) for each in padded))
-                out.index_copy_(0, at, found)
-        for b, to in enumerate(self._to):
-            if to is not None:
-                to[layer] = state[b]
-        changes = []
-        for level in self._levels:
-            if level.parents is not None:
-                state = state.index_select(0, level.parents)
-            token = (each.index_select(0, level.tokens) for each in (query, key, value, beta, decay))
-            state, update, found = self._token(corrects, state, *token)
-            out.index_copy_(0, level.tokens, found)
-            changes.append(update)
-        kept = (key.index_select(0, self._kept), torch.cat(changes), decay.index_select(0, self._kept))
-        self._new[layer, :, shape.channels :].index_copy_(0, self._place, torch.cat([x.flatten(1) for x in kept], 1))
-        return out[:-1]
+        shape, out = self._states.shape, torch.empty_like(value)
+        before, each = shape.taps - 1, shape.value_heads // shape.key_heads
+        # Neighbours among the value heads share a key head.
+        query, shared = query.repeat_interleave(each, 1)[..., None], key.repeat_interleave(each, 1)[..., None]
+
+        def token(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+            """The state after packed token ``t``, and the update."""
+            state, k = state * decay[t][:, None, None], shared[t]
+            update = (value[t] - _summed(state * k) if corrects else value[t]) * beta[t][:, None]
+            state = state + k * update[:, None]
+            out[t] = _summed(state * query[t])
+            return state, update
+
+        for part in self._parts:
+            state = out.new_zeros(shape.state[1:]) if part.at.state is None else part.at.state[layer]
+            _, keys, updates, decays = part.at.records[layer, before:].split(shape.record, 1)
+            keys = keys.unflatten(1, (shape.key_heads, -1)).repeat_interleave(each, 1)[..., None]
+            updates = updates.unflatten(1, (shape.value_heads, 1, -1))
+            for k, u, d in zip(keys, updates, decays, strict=True):
+                state = state * d[:, None, None] + k * u
+            first = part.begin + part.settled
+            for t in range(part.begin, first):
+                state, _ = token(state, t)
+            if part.state is not None and part.state is not part.at.state:
+                part.state[layer] = state
+            after, changes = {part.settled - 1: state}, []
+            for at, parent in enumerate(part.parents[part.settled :], part.settled):
+                before_it = after[parent] if parent in part.parents[at + 1 :] else after.pop(parent)
+                after[at], update = token(before_it, part.begin + at)
+                changes.append(update.flatten())
+            kept = (key[first : part.end].flatten(1), torch.stack(changes), decay[first : part.end])
+            part.records[layer, before:, shape.channels :] = torch.cat(kept, 1)
+        return out
 
     def end(self) -> None:
-        parts = self._new.split(self._sizes, 1)
-        alone = len(parts) == 1
-        new = [
-            _Row(
-                self._states.length(name) + n,
-                at.state if to is None else to,
-                part if alone else part.clone(),  # others' records would live as long
-                n > 0,
-            )
-            for name, at, to, part, n in zip(self._names, self._rows, self._to, parts, self._settled, strict=True)
-        ]
-        for name, row in zip(self._names, new, strict=True):
-            self._states.taken_up(name, row)
-
-    def _token(
-        self, corrects: bool, state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each row: the state after it, the update, and what it gives."""
-        key, state = self._shared(key), state * decay[..., None, None]
-        update = (value - _summed(state * key[..., None]) if corrects else value) * beta[..., None]
-        state = _after(state, key, update)
-        return state, update, _summed(state * self._shared(query)[..., None])
-
-    def _shared(self, x: Tensor) -> Tensor:
-        """[n, key_heads, key_dim] for each value head: neighbours share one."""
-        shape = self._states.shape
-        return (
-            x if shape.key_heads == shape.value_heads else x.repeat_interleave(shape.value_heads // shape.key_heads, 1)
-        )
-
-
-def _after(state: Tensor, key: Tensor, update: Tensor) -> Tensor:
-    return state + key[..., None] * update[..., None, :]
-
-
-def _ended(x: Tensor, fill: float) -> Tensor:
-    """``x`` [n, ...] and one more of ``fill``."""
-    return torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
+        for part in self._parts:
+            base = self._states.length(part.row) + part.settled
+            self._states.taken_up(part.row, _Row(base, part.state, part.records, part.settled > 0))
 
 
 def _summed(x: Tensor) -> Tensor:
@@ -419,29 +365,3 @@ def records(batch: Batch) -> dict[int, int]:
     """Of how many new tokens each row keeps records."""
     spans = zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), strict=True)
     return {int(batch.row[begin]): end - begin - settled(batch, begin, end) for begin, end in spans if begin < end}
-
-
-def _levels(batch: Batch, spans: Sequence[tuple[int, int]], kept: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of ``kept`` tokens, from one of each row on to its end: packed tokens of each depth, and their parents' places in
-    the depth before, those of the first one their rows'."""
-    levels: list[tuple[list[int], list[int]]] = []
-    where = np.full(len(batch), -1)  # a token's place in its level
-    depth = np.zeros(len(batch), np.int64)
-    for b, ((begin, end), first) in enumerate(zip(spans, kept, strict=True)):
-        for t in range(first, end):
-            parent = begin + int(batch.parent[t])
-            inside = batch.parent[t] >= 0 and parent >= first
-            at = depth[t] = depth[parent] + 1 if inside else 0
-            if at == len(levels):
-                levels.append(([], []))
-            tokens, parents = levels[at]
-            where[t] = len(tokens)
-            tokens.append(t)
-            parents.append(int(where[parent]) if inside else b)
-    return [(np.array(tokens, np.int64), np.array(parents, np.int64)) for tokens, parents in levels]
-
-
-def _ragged(firsts: Sequence[int], counts: Sequence[int], fill: int) -> np.ndarray:
-    """[most of ``counts``, rows]: ``firsts[b]``, the next one ..., and ``fill`` where a row has no more."""
-    steps = np.arange(max(counts, default=0))[:, None]
-    return np.where(steps < np.array(counts), np.array(firsts) + steps, fill)

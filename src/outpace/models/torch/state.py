@@ -90,7 +90,8 @@ def _described(module: Any) -> tuple[list[Any], list[Any], list[Any]]:
     for tensor in _held(module):
         tensors.append(weakref.ref(tensor))
         version = None if tensor.is_inference() else tensor._version
-        facts.append((version, _address(tensor), tensor.dtype, tensor.device, tensor.shape))
+        address = tensor.data_ptr() if _plain(tensor) else None
+        facts.append((version, address, tensor.dtype, tensor.device, tensor.shape))
     return parts, tensors, facts
 
 
@@ -105,10 +106,6 @@ def _plain_values(holder: Any) -> list[Any]:
             if all(type(each) in _PLAIN for each in every):
                 found.append((name, repr(value)))
     return found
-
-
-def _address(tensor: Tensor) -> int | None:
-    return tensor.data_ptr() if _plain(tensor) else None
 
 
 def _plain(tensor: Tensor) -> bool:
