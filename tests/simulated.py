@@ -202,8 +202,8 @@ class Driven(Adaptive):
         if known is None or known[0] is not v:
             cost, chooser = v.cost, describe(v.chooser, [])
             self._rows[v.row] = known = v, self._step.row(
-                v.row, v.request, self.prompts.get(v.row, 1), v.adaptive, v.drafter, None, self._names, False, True, False,
-                False, v.acceptance, False, chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
+                v.row, v.request, self.prompts.get(v.row, 1), v.adaptive, v.drafter, None, self._names, False, True,
+                False, False, v.acceptance, False, chooser, cost.levels, cost.nodes, cost.trims, cost.reads, v.limit,
             )  # fmt: skip
         return known[1]
 

@@ -77,7 +77,7 @@ public:
     explicit AskedRows(const nb::sequence& rows) {
         for (const nb::handle row : rows) {
             const nb::tuple each = nb::borrow<nb::tuple>(row);
-            if (each.size() != 5 && each.size() != 11) throw std::invalid_argument("a row has 5 or 11 fields");
+            if (each.size() != 5 && each.size() != 12) throw std::invalid_argument("a row has 5 or 12 fields");
             const IntView& view = tokens_.emplace_back(nb::handle(each[3]).ptr());
             asked.push_back({nb::cast<int64_t>(each[0]), nb::cast<int64_t>(each[1]), nb::cast<int64_t>(each[2]), view.data(),
                 static_cast<size_t>(view.size()), nb::cast<int>(each[4])});
