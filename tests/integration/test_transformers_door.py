@@ -10,6 +10,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -24,6 +25,7 @@ from transformers import (
 import outpace
 from outpace.errors import ModelError, ParameterError
 from outpace.integrations import transformers as doors
+from outpace.models.base import Batch
 from outpace.models.torch.model import TransformersModel
 from tests.gpu.test_recurrent import module_of as recurrent
 
@@ -555,7 +557,9 @@ def test_first_calls_from_several_threads_share_one_engine(monkeypatch: pytest.M
 )
 def test_described_models_on_a_cpu_are_computed_natively(family: str, dtype: torch.dtype) -> None:
     """In the type that they have, with torch's threads; the tokens are the model's own."""
-    model = tiny(family, **({"pad_token_id": 0} if family == "phi3" else {})).to(dtype)
+    model = tiny(family, **({"pad_token_id": 0} if family == "phi3" else {}))
+    for weight in model.parameters():  # as from_pretrained: rotations stay in float32
+        weight.data = weight.data.to(dtype)
     asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with outpace.patch(model, size=4) as patch:
         info = patch.model.info
@@ -573,6 +577,26 @@ def test_what_the_native_backend_does_not_describe_goes_through_torch() -> None:
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16,
     })]  # fmt: skip
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    for each in [*models, model]:
+    cast, scaled = tiny("llama").half().float(), tiny("llama")
+    scaled.model.rotary_emb.attention_scaling = 1.25
+    for each in [*models, model, cast, scaled]:
         with outpace.patch(each, drafter="none") as patch:
             assert patch.model.info.backend == "transformers"
+
+
+def test_far_positions_are_the_models_own() -> None:
+    """Rotations that were cast with the weights and those of the configuration drift apart over positions."""
+    ids = torch.arange(500)[None] * 7 % 90 + 3
+    for cast, backend in [(False, "native"), (True, "transformers")]:
+        model = tiny("llama", max_position_embeddings=512)
+        if cast:
+            model = model.half().float()
+        with torch.no_grad():
+            expected = model(ids).logits[0]
+        with outpace.patch(model, drafter="none") as patch:
+            assert patch.model.info.backend == backend
+            row = patch.model.kv.alloc()
+            batch = Batch.pack([row], [ids[0].numpy().astype(np.int32)], [0], [True])
+            found = patch.model.forward(batch).logits(batch.wanted)
+            patch.model.kv.free(row)
+        assert np.abs(found - expected.numpy()).max() < 1e-3

@@ -26,6 +26,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import outpace
 from outpace.errors import ModelError, ParameterError
+from outpace.models.base import Batch
+from outpace.models.native.model import NativeModel
+from outpace.models.native.output import NativeOutput
 from outpace.models.torch import attention as attention_of_rows
 
 from .test_architectures import tiny
@@ -374,8 +377,16 @@ class Stop:
         self.count()
         return ATTENTION(*args, **named)
 
+    @property
+    def forward(self) -> Callable[[NativeModel, Batch], NativeOutput]:
+        def forward(model: NativeModel, batch: Batch) -> NativeOutput:
+            self.count()
+            return FORWARD(model, batch)
 
-ATTENTION = attention_of_rows.mixed
+        return forward
+
+
+ATTENTION, FORWARD = attention_of_rows.mixed, NativeModel.forward
 
 
 def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
@@ -384,6 +395,7 @@ def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     yield {"streamer": Stop(after)}
     with monkeypatch.context() as context:  # in a forward of its own
         context.setattr(attention_of_rows, "mixed", Stop(after).attention)
+        context.setattr(NativeModel, "forward", Stop(after).forward)
         yield {}
 
 

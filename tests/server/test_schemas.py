@@ -234,7 +234,7 @@ def test_what_is_not_enforced_of_tools_is_said(demo: Running) -> None:
         ({}, False),
     ):  # where nothing binds calls, all is the model's
         (*_, note) = [*demo.answer("/v1/chat/completions", {**body, **more})["usage"]["speculation"]["notes"], ""][:1]
-        assert [word in note for word in ("tools' schemas", "look-around", "uniqueItems")] == [there] * 3
+        assert [word in note for word in ("of the schemas", "look-around", "uniqueItems")] == [there] * 3
 
 
 OUTSIDE = {"properties": {"a": {"$ref": "https://a.b/c.json"}}}

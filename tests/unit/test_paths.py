@@ -158,7 +158,7 @@ def test_a_tokenizer_is_an_object_or_a_folder(tmp_path: Path) -> None:
             assert engine.encode("Hi", raw=True).tolist() == own.encode("Hi").tolist()
     with pytest.raises(ParameterError, match="a int is no tokenizer: give a transformers PreTrainedTokenizer"):
         Engine.load(module, tokenizer=5)
-    with pytest.raises(ParameterError, match="backend='native' does not serve a model in memory"):
+    with pytest.raises(ParameterError, match="backend='native' is for a model in files"):
         Engine.load(module, backend="native")
 
 

@@ -33,7 +33,7 @@ from outpace.engine.intake import engine_options
 from outpace.engine.request import EngineKeywords
 from outpace.engine.results import Delta, Result
 from outpace.engine.statistics import Stats, pooled
-from outpace.errors import ModelError, OutpaceError, ParameterError, RuleError
+from outpace.errors import MemoryLimitError, ModelError, OutpaceError, ParameterError, RuleError
 from outpace.integrations.transformers_calls import (
     NotDraftedError,
     caches,
@@ -85,6 +85,16 @@ class PatchStats:
         return f"PatchStats({calls}, {self.calls - sum(self.own.values())} drafted: {self.total.summary}{own}{notes})"
 
 
+def _spare(module: Any) -> int | None:
+    """Bytes for keys and values: half of what is free, on a CPU once the native backend has packed the weights."""
+    device = str(module.device)
+    packed = sum({p.data_ptr(): p.nbytes for p in module.parameters()}.values()) if device == "cpu" else 0
+    try:
+        return spare_memory(device, packed)
+    except MemoryLimitError:  # then nothing is packed
+        return spare_memory(device, 0)
+
+
 class Patch:
     """What ``patch`` returns: engines over one model, made as calls ask for drafters. ``close`` undoes the patch; under
     ``with`` it is undone at the end."""
@@ -94,7 +104,7 @@ class Patch:
         memory = options.pop("kv_memory", None)
         engine_options(options, "outpace.patch")
         self._module, self._drafter, self._options = weakref.ref(module), drafter, options
-        limit = spare_memory(str(module.device), 0) if memory is None else parse_bytes(memory)
+        limit = _spare(module) if memory is None else parse_bytes(memory)
         self._load_options = LoadOptions(kv_memory=limit)
         self._engines: dict[tuple[StrPath, int], Engine] = {}  # by the drafter's spec and the assistant's id
         self._assistants: dict[int, ModuleState] = {}  # by id

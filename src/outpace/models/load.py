@@ -191,7 +191,7 @@ def live(
     if options.backend == "native":
         raise ParameterError(
             Argument("backend", "native"),
-            " does not serve a model in memory: use ",
+            " is for a model in files: for one in memory use ",
             Argument("backend", "transformers"),
         )
     if module.get_output_embeddings() is None and not module.can_generate():

@@ -50,6 +50,8 @@ class Projection:
         self._bias = torch.cat(list(biases)) if biases else None
         self._packed: Tensor | None = None
         weight = _JOINED.get(modules[0], lambda: None)()  # another decoder's, of this very module
+        if weight is not None and len(weight) != sum(self.rows):  # the module was resized since
+            weight = None
         if weight is None or [p.data_ptr() for p in weight.split(self.rows)] != [w.data_ptr() for w in weights]:
             weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         if weight.device.type == "cpu" and _repacks(weight.dtype):

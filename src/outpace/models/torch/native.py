@@ -50,7 +50,7 @@ def packed(
     Matrices stay in their type, keys and values have the same, and as many threads compute as torch has, or those of
     the ``runtime`` of a model with which it computes in turn. The other arguments are those of ``TransformersModel``.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         most = _require(module, name)
         with ExitStack() as undo:
             try:
@@ -79,10 +79,23 @@ def _require(module: Any, name: str) -> int:
         raise ModelError(f"{name} is not described here, or has recurrent layers")
     if free is not None and size > free // 2:
         raise ModelError(f"{name} would leave too little memory when it is packed")
+    if any(map(_turned, module.modules())):
+        raise ModelError(f"{name} has other rotations than its configuration says (cast with the weights, perhaps)")
     claimed, reason = max_length(module.config.get_text_config(decoder=True))
     if reason is not None:
         raise ModelError(f"{name}: {reason}")
     return claimed
+
+
+def _turned(part: Any) -> bool:
+    """Whether a module of rotations has others than one that is made anew: the proof's few positions cannot tell."""
+    own = dict(part.named_buffers(recurse=False))
+    if not any(key.endswith("inv_freq") for key in own):
+        return False
+    new = type(part)(part.config)
+    same = all(torch.equal(own[key], value) for key, value in new.named_buffers(recurse=False))
+    scales = [key for key in vars(new) if key.endswith("attention_scaling")]
+    return not same or any(getattr(part, key) != getattr(new, key) for key in scales)
 
 
 def _of(module: Any, name: str, longest: int | None, kv_memory: int | None, runtime: Runtime | None) -> NativeModel:

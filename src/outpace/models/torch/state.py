@@ -89,10 +89,18 @@ def _described(module: Any) -> tuple[list[Any], list[Any], list[Any]]:
     tensors = []
     for tensor in _held(module):
         tensors.append(weakref.ref(tensor))
-        version = None if tensor.is_inference() else tensor._version
+        version = _version(tensor)
         address = tensor.data_ptr() if _plain(tensor) else None
         facts.append((version, address, tensor.dtype, tensor.device, tensor.shape))
     return parts, tensors, facts
+
+
+def _version(tensor: Any) -> int | None:
+    """None: nobody counts it, as of a tensor made in inference mode, or a parameter whose data is one."""
+    try:
+        return None if tensor.is_inference() else int(tensor._version)
+    except RuntimeError:
+        return None
 
 
 def _plain_values(holder: Any) -> list[Any]:

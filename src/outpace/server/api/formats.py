@@ -106,7 +106,7 @@ def left_out(rules: Sequence[Any], of_tools: Sequence[str] | None = None) -> lis
     """What the answer says of schemas whose keywords no grammar can all express. ``of_tools``: where ``rules`` bind
     calls, what was left out of tools' schemas before."""
     found = [*(of_tools or ()), *(word for rule in rules if isinstance(rule, Compiled) for word in rule.left_out)]
-    whose = "the JSON schema" if of_tools is None else "the tools' schemas"
+    whose = "the JSON schema" if of_tools is None else "the schemas"  # of tools, and of the answer
     return [cut(f"not enforced of {whose}: {', '.join(dict.fromkeys(found))}", 2000)] if found else []
 
 
