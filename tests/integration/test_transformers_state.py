@@ -26,7 +26,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import outpace
 from outpace.errors import ModelError, ParameterError
-from outpace.models.base import Batch
 from outpace.models.native.model import NativeModel
 from outpace.models.native.output import NativeOutput
 from outpace.models.torch import attention as attention_of_rows
@@ -378,15 +377,15 @@ class Stop:
         return ATTENTION(*args, **named)
 
     @property
-    def forward(self) -> Callable[[NativeModel, Batch], NativeOutput]:
-        def forward(model: NativeModel, batch: Batch) -> NativeOutput:
+    def forward(self) -> Callable[..., NativeOutput]:
+        def forward(model: NativeModel, *args: Any) -> NativeOutput:
             self.count()
-            return FORWARD(model, batch)
+            return FORWARD(model, *args)
 
         return forward
 
 
-ATTENTION, FORWARD = attention_of_rows.mixed, NativeModel.forward
+ATTENTION, FORWARD = attention_of_rows.mixed, NativeModel.run
 
 
 def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
@@ -395,7 +394,7 @@ def interruptions(after: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     yield {"streamer": Stop(after)}
     with monkeypatch.context() as context:  # in a forward of its own
         context.setattr(attention_of_rows, "mixed", Stop(after).attention)
-        context.setattr(NativeModel, "forward", Stop(after).forward)
+        context.setattr(NativeModel, "run", Stop(after).forward)
         yield {}
 
 
