@@ -234,6 +234,19 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
     assert 30 < lengths[16][chunks] < lengths[200][chunks] <= len(bpe("b").encode(SAID * 40))
 
 
+@pytest.mark.parametrize("last", [None, 200])
+def test_a_fork_begins_with_all_that_its_source_has_read(last: int | None) -> None:
+    tokens = bpe("a").encode(SAID * 40).tolist()
+    own = drafter(Speller(bpe("b"), SAID, 10**9, max_length=2048))
+    start = 0 if last is None else len(tokens) - last
+    own.propose([view(tokens)._replace(start=start)], np.array([4], np.int32))
+    own.fork(0, 1, len(tokens) - 1)
+    cache = own._cache
+    assert (cache.start(1), cache.length(1)) == (cache.start(0), cache.length(0))
+    assert (cache.start(1) > 0) == (last is not None)
+    own.check([0, 1])
+
+
 def test_the_end_is_proposed_when_the_draft_model_ends() -> None:
     draft = Speller(bpe("b"), " the", 10**9, max_length=64)
     draft._cycle.append(EOS)

@@ -275,7 +275,8 @@ class TranslatedDrafter(ChainDrafter):
 
     def fork(self, src: int, dst: int, n: int) -> None:
         self._rows.pop(dst, None)
-        self._cache.fork(src, dst, self._cache.length(src))  # dst finds what they share when it reads its own tokens
+        # dst finds what they share when it reads its own tokens
+        self._cache.fork(src, dst, self._cache.start(src) + self._cache.length(src))
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         self._rows.pop(row, None)
