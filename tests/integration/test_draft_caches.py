@@ -108,6 +108,19 @@ def test_without_memory_nothing_is_drafted_and_the_row_is_given_back(load: Load)
     drafter.check([])
 
 
+@pytest.mark.parametrize("n", [500, 850])
+def test_a_fork_of_a_row_from_the_middle_on_takes_what_growth_says(load: Load, n: int) -> None:
+    """The fork may hold none of what its source holds."""
+    text = np.random.default_rng(0).integers(0, 8, 900).tolist()
+    own = ModelDrafter(load(2), "model", VOCAB)
+    chain(own, [view(0, text)._replace(start=800)])
+    own.fork(0, 1, n)
+    growth, before = own.growth(1, n + 5), own.bytes
+    chain(own, [view(1, text[: n + 1])])
+    assert own.bytes - before == growth > 0
+    own.check([0, 1])
+
+
 def test_a_row_is_caught_up_with_in_chunks_and_shares_a_fork(load: Load) -> None:
     tokens = np.random.default_rng(3).integers(0, VOCAB, CATCH_UP + 100).tolist()
     cache = OwnCache(load(2))

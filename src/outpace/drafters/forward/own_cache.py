@@ -46,7 +46,7 @@ class OwnCache:
         if len(unread) <= CATCH_UP:
             return unread
         try:
-            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self.start(row))})
+            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self._rows.start(row))})
         except MemoryLimitError:
             self.release(row)
         return np.zeros(0, np.int32)
@@ -117,16 +117,16 @@ class OwnCache:
         return 0 if cached is None else min(len(self._rows.tokens(row)), self.model.kv.length(cached))
 
     def start(self, row: int) -> int:
-        """The first of the target's tokens that the row's positions hold."""
-        return self._rows.start(row)
+        """The first of the target's tokens that the row's positions hold; 0 for a row that holds none."""
+        return self._rows.start(row) if self.length(row) else 0
 
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions; it may not be there yet."""
-        positions = min(positions, self.model.info.max_length)
+        positions = min(positions - self.start(row), self.model.info.max_length)
         cached = self._rows.cached().get(row)
         if cached is None or cached not in self.model.kv.rows:
             return self.model.kv.bytes_for(positions)
-        return self.model.kv.growth(cached, max(0, positions - self.start(row) - self.model.kv.length(cached)))
+        return self.model.kv.growth(cached, max(0, positions - self.model.kv.length(cached)))
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows.cached()
@@ -155,7 +155,7 @@ class OwnCache:
     def _unread(self, row: int, tokens: I32, start: int, most: int) -> I32:
         """Roll the row back to what it has in common with the first ``most`` of ``tokens``; those that its KV lacks."""
         self._ensure(row)
-        first, start = self.start(row), min(start, len(tokens) - 1)
+        first, start = self._rows.start(row), min(start, len(tokens) - 1)
         known = common_prefix(self._rows.tokens(row)[: self.length(row)], tokens[first:most])
         known = self.model.kv.reachable(self._rows.cached()[row], known)
         if not known or first + known < start:
