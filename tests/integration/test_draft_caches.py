@@ -350,6 +350,40 @@ def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: T
         assert said(again, [tokens[:5] for tokens in plain]) == plain[::2]
 
 
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize("context", [200, 1100])
+def test_a_row_that_the_draft_model_has_no_room_for_is_read_from_its_middle_on(
+    tiny: Tiny, size: Any, context: int
+) -> None:
+    """A prompt, and what is said behind it. Natively and in Python, in pieces where the half is more than one."""
+    prompt, found = np.random.default_rng(3).integers(0, 10, context + 150).tolist(), []
+    params = SamplingParams(max_tokens=250, ignore_eos=True)
+    for native in (True, False):
+        model = tiny.load("F32", sizes=SIZES | {"layers": 2, "context": context})
+        own = ModelDrafter(model, "model", VOCAB)
+        if not native:
+            own.native = None
+        starts: set[int] = set()
+        faults: list[str] = []
+
+        def note(record: Any, own: Any = own, starts: set[int] = starts, faults: list[str] = faults) -> None:
+            starts.add(own._cache.start(0))
+            faults.extend(record.faults)
+
+        with Engine(
+            tiny.load("F32", sizes=SIZES | {"layers": 3}), ToyTokenizer(), drafter=own, cost=Cost.guess(), size=size,
+            prefill_chunk=100, on_step=note,
+        ) as engine:  # fmt: skip
+            result = engine.generate(prompt, params)
+            assert result.token_ids == engine.generate(prompt, params, drafter=False).token_ids
+        assert not faults
+        found.append((result.stats.steps, result.stats.drafted, starts))
+    if size == 4:
+        assert found[0] == found[1]
+        assert found[0][1] > 2 * found[0][0]
+        assert len(found[0][2]) >= (4 if context == 200 else 2)
+
+
 def test_a_row_from_the_middle_on_is_one_that_begins_there(tiny: Tiny) -> None:
     """Natively and in Python: rolled back, forked, read anew from elsewhere where its tokens have changed, and never
     where it lacks nothing; it may be longer than the draft model's positions."""

@@ -37,7 +37,8 @@ class OwnCache:
 
     def begin(self, row: int, tokens: I32, start: int = 0) -> I32:
         """Roll the row back to what it has in common with ``tokens`` int32 [n >= 1]; those that its KV lacks, at least
-        the last one. A row that lacks some before ``start`` gets those from there on alone."""
+        the last one. A row that lacks some before ``start`` gets those from there on alone, and one that has no room
+        for all the last half of what it has room for."""
         return self._unread(row, tokens, start, len(tokens) - 1)
 
     def catch_up(self, row: int, tokens: I32, unread: I32) -> I32:
@@ -154,12 +155,15 @@ class OwnCache:
 
     def _unread(self, row: int, tokens: I32, start: int, most: int) -> I32:
         """Roll the row back to what it has in common with the first ``most`` of ``tokens``; those that its KV lacks."""
+        longest, last = self.model.info.max_length, len(tokens) - 1
         self._ensure(row)
-        first, start = self._rows.start(row), min(start, len(tokens) - 1)
+        first, start = self._rows.start(row), min(start, last)
         known = common_prefix(self._rows.tokens(row)[: self.length(row)], tokens[first:most])
         known = self.model.kv.reachable(self._rows.cached()[row], known)
         if not known or first + known < start:
             known, first = 0, start
+        if len(tokens) - first >= longest:
+            known, first = 0, max(start, last - longest // 2)
         self.truncate(row, known)
         self._rows.put(row, self._rows.cached()[row], self._rows.tokens(row), first)
         return np.array(tokens[first + known :], np.int32)
