@@ -356,7 +356,7 @@ def test_a_row_that_the_draft_model_has_no_room_for_is_read_from_its_middle_on(
     tiny: Tiny, size: Any, context: int
 ) -> None:
     """A prompt, and what is said behind it. Natively and in Python, in pieces where the half is more than one."""
-    prompt, found = np.random.default_rng(3).integers(0, 10, context + 150).tolist(), []
+    prompt, found = np.random.default_rng(3).integers(0, 10, context + 600).tolist(), []
     params = SamplingParams(max_tokens=250, ignore_eos=True)
     for native in (True, False):
         model = tiny.load("F32", sizes=SIZES | {"layers": 2, "context": context})
