@@ -221,7 +221,7 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
     tokenizer = bpe("a")
     prompt = tokenizer.encode(SAID * 40).tolist()
     lengths: dict[int, list[int]] = {}
-    for most in (16, 200):
+    for most in (2, 16, 200):
         target, draft = (Speller(bpe(kind), SAID, 10**9, max_length=2048) for kind in "ab")
         own, seen = drafter(draft), lengths.setdefault(most, [0])
         with Engine(
@@ -232,6 +232,7 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
             assert result.token_ids == engine.generate(prompt, SamplingParams(max_tokens=most), drafter=False).token_ids
     chunks = -(-len(prompt) // 64)
     assert max(np.diff(lengths[200])) < 2 * 64, "never more than a chunk's text in a step"
+    assert max(lengths[2]) == 0, "nothing pays for so short an answer"
     assert 30 < lengths[16][chunks] < lengths[200][chunks] <= len(bpe("b").encode(SAID * 40))
 
 
