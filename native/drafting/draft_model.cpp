@@ -37,8 +37,7 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& t
     read_behind(chains);
     for (size_t depth = 0;; ++depth) {
         const auto done = [&](const Chain& chain) {
-            return chain.depth <= depth || chain.grown < depth || chain.asked->n - chain.row->start >= max_length_ ||
-                   chain.row->fed.size() + chain.left > max_length_;
+            return chain.depth <= depth || chain.grown < depth || chain.row->fed.size() + chain.left > max_length_;
         };
         chains.erase(std::remove_if(chains.begin(), chains.end(), done), chains.end());
         const std::unique_ptr<Result> result = feed(chains);
@@ -113,7 +112,8 @@ void ModelDrafter::read_behind(std::vector<Chain>& chains) {
 }
 
 // Rolls the row back to what it has in common with the committed tokens, of which the last one is always to be fed. A row that
-// lacks tokens before `asked.start` is read from there on: at positions of its own, since a draft is a guess.
+// lacks tokens before `asked.start` is read from there on: at positions of its own, since a draft is a guess. One that the cache has
+// no room for is read from its middle on, so that half of the positions are left for what comes.
 ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     std::lock_guard<std::mutex> lock(model_->lock());
     KV& kv = model_->kv();
@@ -126,6 +126,7 @@ ModelDrafter::Chain ModelDrafter::begin(const Asked& asked, Draft& tree) {
     known = static_cast<size_t>(kv.reachable(row.cached, static_cast<int>(known)));
     const size_t start = std::min(static_cast<size_t>(asked.start), last);
     if (!known || row.start + known < start) row.start = start, known = 0;
+    if (asked.n - row.start >= max_length_) row.start = std::max(start, last - max_length_ / 2), known = 0;
     kv.truncate(row.cached, static_cast<int>(known));
     row.fed.resize(known);
     const int depth = asked.floor > 0.0 ? std::min(asked.size, kLevels) : asked.depth();

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from outpace import Engine, SamplingParams
 from outpace.control.cost import Cost
 from outpace.drafters.base import RowView
-from outpace.drafters.forward.translated import TranslatedDrafter
+from outpace.drafters.forward.translated import SyncedText, TranslatedDrafter
 from outpace.errors import DrafterError
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
+from outpace.text.token_bytes import TokenBytes
 from outpace.text.tokenizer import Tokenizer
 from tests.toy import ToyModel
 
@@ -220,7 +221,7 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
     tokenizer = bpe("a")
     prompt = tokenizer.encode(SAID * 40).tolist()
     lengths: dict[int, list[int]] = {}
-    for most in (16, 200):
+    for most in (2, 16, 200):
         target, draft = (Speller(bpe(kind), SAID, 10**9, max_length=2048) for kind in "ab")
         own, seen = drafter(draft), lengths.setdefault(most, [0])
         with Engine(
@@ -231,7 +232,59 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
             assert result.token_ids == engine.generate(prompt, SamplingParams(max_tokens=most), drafter=False).token_ids
     chunks = -(-len(prompt) // 64)
     assert max(np.diff(lengths[200])) < 2 * 64, "never more than a chunk's text in a step"
+    assert max(lengths[2]) == 0, "nothing pays for so short an answer"
     assert 30 < lengths[16][chunks] < lengths[200][chunks] <= len(bpe("b").encode(SAID * 40))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_end_of_a_text_that_the_draft_model_has_no_room_for_is_read_as_with_room(beside: bool) -> None:
+    """Beside the target or by a draft, and until there is no room for what is said behind it."""
+    tokens = bpe("a").encode(SAID * 160).tolist()
+    start, seen, late = len(tokens) - 100, [], 0
+    for longest, most in ((512, 600), (8192, 450)):
+        own = drafter(Speller(bpe("b"), SAID, 10**9, max_length=longest))
+        if beside:
+            given = [(0, np.array(tokens[:-1], np.int32), len(tokens) - 1, start)]
+            assert own.read_prompts(given) == [0]
+            assert 90 < own._cache.length(0) < 115
+        text, states = list(tokens), []
+        while len(text) - start < most:
+            asked = view(text, 8192)._replace(start=start)
+            found = own.propose([asked], np.array([8], np.int32)).row(0).tokens
+            assert own._cache.length(0) <= longest
+            if len(text) - start < 450:
+                states.append((found, own._cache.start(0), own._cache.length(0)))
+            elif own._cache.start(0) == 0:
+                late += len(found)  # once it was read anew, from its middle on
+            text += found or [0]
+        seen.append(states)
+    assert seen[0] == seen[1]
+    assert late > 20
+
+
+@pytest.mark.parametrize("start", [0, 400, 1900])
+def test_places_are_those_of_the_whole_text_when_its_beginning_is_forgotten(start: int) -> None:
+    tokens = np.array(bpe("a").encode(SAID * 160).tolist(), np.int32)
+    text = SyncedText(TokenBytes(bpe("a"), EOS + 1), TokenBytes(bpe("b"), EOS + 1))
+    text.read(tokens)
+    behind, whole = len(text.ids) - text.place(start), len(text.ids)
+    for most in (256, 200):
+        assert text.shorten(most) == 0
+        assert len(text.ids) - text.place(start) == min(behind, most)
+    assert 0 <= whole * (1 - start / len(tokens)) - behind + 1 <= 2
+
+
+@pytest.mark.parametrize("last", [None, 200])
+def test_a_fork_begins_with_all_that_its_source_has_read(last: int | None) -> None:
+    tokens = bpe("a").encode(SAID * 40).tolist()
+    own = drafter(Speller(bpe("b"), SAID, 10**9, max_length=2048))
+    start = 0 if last is None else len(tokens) - last
+    own.propose([view(tokens)._replace(start=start)], np.array([4], np.int32))
+    own.fork(0, 1, len(tokens) - 1)
+    cache = own._cache
+    assert (cache.start(1), cache.length(1)) == (cache.start(0), cache.length(0))
+    assert (cache.start(1) > 0) == (last is not None)
+    own.check([0, 1])
 
 
 def test_the_end_is_proposed_when_the_draft_model_ends() -> None:

@@ -108,6 +108,19 @@ def test_without_memory_nothing_is_drafted_and_the_row_is_given_back(load: Load)
     drafter.check([])
 
 
+@pytest.mark.parametrize("n", [500, 850])
+def test_a_fork_of_a_row_from_the_middle_on_takes_what_growth_says(load: Load, n: int) -> None:
+    """The fork may hold none of what its source holds."""
+    text = np.random.default_rng(0).integers(0, 8, 900).tolist()
+    own = ModelDrafter(load(2), "model", VOCAB)
+    chain(own, [view(0, text)._replace(start=800)])
+    own.fork(0, 1, n)
+    growth, before = own.growth(1, n + 5), own.bytes
+    chain(own, [view(1, text[: n + 1])])
+    assert own.bytes - before == growth > 0
+    own.check([0, 1])
+
+
 def test_a_row_is_caught_up_with_in_chunks_and_shares_a_fork(load: Load) -> None:
     tokens = np.random.default_rng(3).integers(0, VOCAB, CATCH_UP + 100).tolist()
     cache = OwnCache(load(2))
@@ -266,10 +279,10 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
 @pytest.mark.parametrize("composed", [False, True])
 def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for(tiny: Tiny, composed: bool) -> None:
     """No step reads more than the target's own chunk or one piece, the longer an answer is the further back, a short
-    prompt whole, and what is said is said plainly, too."""
+    prompt whole, for a very short answer nothing, and what is said is said plainly, too."""
     rng, read = np.random.default_rng(3), {}
     prompts = {n: rng.integers(0, 10, n).tolist() for n in (1400, 90)}
-    for length, most in ((1400, 10), (1400, 40), (1400, 150), (90, 150)):
+    for length, most in ((1400, 3), (1400, 10), (1400, 40), (1400, 150), (90, 150)):
         said, lengths, starts = [], [0], [0]
         for drafts in (False, True):
             target, model = tiny.load("F32", sizes=SIZES | {"layers": 3}), tiny.load("F32", sizes=SIZES | {"layers": 2})
@@ -289,8 +302,11 @@ def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
         assert said[0] == said[1]
         assert max(np.diff(lengths)) <= 200 + 8
         chunks = -(-(length - 1) // 200)
-        assert starts[chunks] + lengths[chunks] == length - 1
         read[length, most] = lengths[chunks]
+        if most == 3:
+            assert max(lengths) == 0
+        else:
+            assert starts[chunks] + lengths[chunks] == length - 1
     assert 60 < read[1400, 10] < read[1400, 40] < read[1400, 150] < 700
     assert read[90, 150] == 89
 
@@ -335,6 +351,40 @@ def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: T
         assert max(starts) > 100
         again = ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2}), "model", VOCAB)
         assert said(again, [tokens[:5] for tokens in plain]) == plain[::2]
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize("context", [200, 1100])
+def test_a_row_that_the_draft_model_has_no_room_for_is_read_from_its_middle_on(
+    tiny: Tiny, size: Any, context: int
+) -> None:
+    """A prompt, and what is said behind it. Natively and in Python, in pieces where the half is more than one."""
+    prompt, found = np.random.default_rng(3).integers(0, 10, context + 600).tolist(), []
+    params = SamplingParams(max_tokens=250, ignore_eos=True)
+    for native in (True, False):
+        model = tiny.load("F32", sizes=SIZES | {"layers": 2, "context": context})
+        own = ModelDrafter(model, "model", VOCAB)
+        if not native:
+            own.native = None
+        starts: set[int] = set()
+        faults: list[str] = []
+
+        def note(record: Any, own: Any = own, starts: set[int] = starts, faults: list[str] = faults) -> None:
+            starts.add(own._cache.start(0))
+            faults.extend(record.faults)
+
+        with Engine(
+            tiny.load("F32", sizes=SIZES | {"layers": 3}), ToyTokenizer(), drafter=own, cost=Cost.guess(), size=size,
+            prefill_chunk=100, on_step=note,
+        ) as engine:  # fmt: skip
+            result = engine.generate(prompt, params)
+            assert result.token_ids == engine.generate(prompt, params, drafter=False).token_ids
+        assert not faults
+        found.append((result.stats.steps, result.stats.drafted, starts))
+    if size == 4:
+        assert found[0] == found[1]
+        assert found[0][1] > 2 * found[0][0]
+        assert len(found[0][2]) >= (4 if context == 200 else 2)
 
 
 def test_a_row_from_the_middle_on_is_one_that_begins_there(tiny: Tiny) -> None:

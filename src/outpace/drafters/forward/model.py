@@ -41,21 +41,18 @@ class ModelDrafter(ChainDrafter):
         return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread)
 
     def _fits(self, view: RowView, n: int) -> bool:
-        longest = self.model.info.max_length
-        if n == 0:
+        if not 0 < n <= self.model.info.max_length - self._cache.length(view.row):
             return False
-        room = len(view.tokens) - self._cache.start(view.row) < longest and self._cache.length(view.row) + n <= longest
-        return (
-            room and int(view.tokens[-n:].max()) < self._own_vocab
-        )  # else the target said what this model cannot read
+        return int(view.tokens[-n:].max()) < self._own_vocab  # else the target said what this model cannot read
 
     def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
-        """Rows that lack more, that there is no memory for, or with tokens that the model lacks, are left to drafts."""
+        """Rows that lack more, that there is no room or memory for, or with tokens that the model lacks, are left to
+        drafts."""
         fit = [
             (row, tokens, start)
             for row, tokens, new, start in rows
             if len(tokens) - max(self._cache.start(row) + self._cache.length(row), start) <= new + CATCH_UP
-            and len(tokens) - start <= self.model.info.max_length
+            and len(tokens) - start < self.model.info.max_length
             and tokens[start:].max() < self._own_vocab
         ]
         return self._cache.read_beside(fit)

@@ -37,7 +37,8 @@ class OwnCache:
 
     def begin(self, row: int, tokens: I32, start: int = 0) -> I32:
         """Roll the row back to what it has in common with ``tokens`` int32 [n >= 1]; those that its KV lacks, at least
-        the last one. A row that lacks some before ``start`` gets those from there on alone."""
+        the last one. A row that lacks some before ``start`` gets those from there on alone, and one that has no room
+        for all the last half of what it has room for."""
         return self._unread(row, tokens, start, len(tokens) - 1)
 
     def catch_up(self, row: int, tokens: I32, unread: I32) -> I32:
@@ -46,7 +47,7 @@ class OwnCache:
         if len(unread) <= CATCH_UP:
             return unread
         try:
-            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self.start(row))})
+            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self._rows.start(row))})
         except MemoryLimitError:
             self.release(row)
         return np.zeros(0, np.int32)
@@ -117,16 +118,16 @@ class OwnCache:
         return 0 if cached is None else min(len(self._rows.tokens(row)), self.model.kv.length(cached))
 
     def start(self, row: int) -> int:
-        """The first of the target's tokens that the row's positions hold."""
-        return self._rows.start(row)
+        """The first of the target's tokens that the row's positions hold; 0 for a row that holds none."""
+        return self._rows.start(row) if self.length(row) else 0
 
     def growth(self, row: int, positions: int) -> int:
         """Bytes more that the row takes once it has so many positions; it may not be there yet."""
-        positions = min(positions, self.model.info.max_length)
+        positions = min(positions - self.start(row), self.model.info.max_length)
         cached = self._rows.cached().get(row)
         if cached is None or cached not in self.model.kv.rows:
             return self.model.kv.bytes_for(positions)
-        return self.model.kv.growth(cached, max(0, positions - self.start(row) - self.model.kv.length(cached)))
+        return self.model.kv.growth(cached, max(0, positions - self.model.kv.length(cached)))
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows.cached()
@@ -154,12 +155,15 @@ class OwnCache:
 
     def _unread(self, row: int, tokens: I32, start: int, most: int) -> I32:
         """Roll the row back to what it has in common with the first ``most`` of ``tokens``; those that its KV lacks."""
+        longest, last = self.model.info.max_length, len(tokens) - 1
         self._ensure(row)
-        first, start = self.start(row), min(start, len(tokens) - 1)
+        first, start = self._rows.start(row), min(start, last)
         known = common_prefix(self._rows.tokens(row)[: self.length(row)], tokens[first:most])
         known = self.model.kv.reachable(self._rows.cached()[row], known)
         if not known or first + known < start:
             known, first = 0, start
+        if len(tokens) - first >= longest:
+            known, first = 0, max(start, last - longest // 2)
         self.truncate(row, known)
         self._rows.put(row, self._rows.cached()[row], self._rows.tokens(row), first)
         return np.array(tokens[first + known :], np.int32)

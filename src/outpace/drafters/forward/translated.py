@@ -54,6 +54,7 @@ class SyncedText:
         self._read = 0  # tokens
         self._open = ""  # the text that ``ids[self._settled:]`` stand for
         self._settled = len(self.ids)
+        self._forgotten = 0  # ids
         self._first = True  # nothing stands before the open text
         self._longest = 2 * KEEP
 
@@ -63,8 +64,9 @@ class SyncedText:
         return self._read
 
     def place(self, token: int) -> int:
-        """About where among ``ids`` the text of the token of that number is."""
-        return len(self.ids) - math.ceil(len(self.ids) * (1 - token / self._read)) if self._read else 0
+        """About where among ``ids`` the text of the token of that number is; 0 where it is forgotten."""
+        every = len(self.ids) + self._forgotten
+        return max(len(self.ids) - math.ceil(every * (1 - token / self._read)), 0) if self._read else 0
 
     def read(self, tokens: I32) -> int:
         """Take in what is new in ``tokens`` int32 [n], the whole sequence; how many of the ids are as before."""
@@ -116,6 +118,7 @@ class SyncedText:
             return None
         del self.ids[opening : opening + forgotten]
         self._settled -= forgotten
+        self._forgotten += forgotten
         return opening
 
 
@@ -204,24 +207,27 @@ class TranslatedDrafter(ChainDrafter):
         return row
 
     def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
-        """Rows that lack more, or whose text the draft model has no room for, are left to drafts."""
+        """Rows that lack more, or for whose text from the start on the draft model has no room, are left to drafts."""
         found: list[tuple[int, I32, int]] = []
         for number, tokens, new, start in rows:
             row = self._rows.setdefault(number, _Row(_UNNAMED, SyncedText(self._target, self._own)))
             if row.text.count > len(tokens) or len(tokens) - max(row.text.count, start) > new + CATCH_UP:
                 continue
             row.text.read(tokens)
-            if 0 < len(row.text.ids) <= self._cache.model.info.max_length - SLACK:
-                found.append((number, np.array(row.text.ids, np.int32), row.text.place(start)))
+            place = row.text.place(start)
+            if 0 < len(row.text.ids) - place <= self._cache.model.info.max_length - SLACK:
+                found.append((number, np.array(row.text.ids, np.int32), place))
         return self._cache.read_beside(found)
 
     def _begin(self, view: RowView) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
         row.text.read(view.tokens)
-        if len(row.text.ids) + row.size > room:
-            row.text.shorten(room // 2)
-        ids = np.array(row.text.ids, np.int32)
         start = row.text.place(view.start)
+        first = min(start, self._cache.start(view.row)) if self._cache.length(view.row) else start
+        if len(row.text.ids) - first + row.size > room:
+            row.text.shorten(room // 2)
+            start = row.text.place(view.start)
+        ids = np.array(row.text.ids, np.int32)
         return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start)) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
@@ -275,7 +281,8 @@ class TranslatedDrafter(ChainDrafter):
 
     def fork(self, src: int, dst: int, n: int) -> None:
         self._rows.pop(dst, None)
-        self._cache.fork(src, dst, self._cache.length(src))  # dst finds what they share when it reads its own tokens
+        # dst finds what they share when it reads its own tokens
+        self._cache.fork(src, dst, self._cache.start(src) + self._cache.length(src))
 
     def release(self, row: int, tokens: I32 | None = None) -> None:
         self._rows.pop(row, None)
