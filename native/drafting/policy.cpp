@@ -439,7 +439,7 @@ double Policy::chance(const Step& step, Word& word) const {
     return word.chance;
 }
 
-// The path to a draft's node n, which `source` proposes; `places`: the paths of the nodes before it.
+// The path to a draft's node n, which `source` proposes (-1: the node's own); `places`: the paths of the nodes before it.
 int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places) {
     const auto gain_of = [&](size_t node) -> double { return static_cast<float>(draft.gains[node]); };  // as Drafts have it
     const int32_t parent = draft.parents[n];
@@ -447,12 +447,12 @@ int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std
     const auto same = [&](const Path& path) { return path.parent == above && path.token == draft.tokens[n]; };
     const auto known = std::find_if(step.paths.begin(), step.paths.end(), same);
     const int path = static_cast<int>(known - step.paths.begin());
-    const auto of_it = [&](const Word& word) { return word.path == path && (source < 0 || word.source == source); };
+    if (source < 0) source = draft.sources[n];
+    const auto of_it = [&](const Word& word) { return word.path == path && word.source == source; };
     if (known == step.paths.end())
         step.paths.push_back({above, draft.tokens[n], above < 0 ? 0 : step.paths[static_cast<size_t>(above)].depth + 1});
     else if (std::any_of(step.words.begin(), step.words.end(), of_it))
         return path;
-    if (source < 0) source = draft.sources[n];
     double said = gain_of(n);  // of the whole path
     if (std::isnan(said))
         said = -1.0;

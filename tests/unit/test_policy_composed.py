@@ -16,7 +16,7 @@ from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, Drafter, DrafterNeeds, RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.exact.drafts import Draft, Drafts, Verdict, Verdicts
-from tests.simulated import Driven, view
+from tests.simulated import Driven, verdicts, view
 
 TARGET = Cost((1, 2, 4, 8, 16, 32, 64), (28e-3, 29e-3, 32e-3, 41e-3, 66e-3, 125e-3, 240e-3))
 TOKENS, LEARNING, ANSWER, MOST = 2400, 600, 200, 15
@@ -179,3 +179,40 @@ def test_a_network_is_asked_where_it_adds_to_what_a_lookup_found() -> None:
     bursts, (alone, _) = mean("0.6", "right in bursts", *parts), mean("0.6", "right in bursts", "network")
     assert 0.4 < bursts[1] < 0.97
     assert bursts[0] > 1.1 * alone, "each where it is the better one"
+
+
+class Fixed(Drafter):
+    """Proposes the same tree for every row."""
+
+    needs, cost = DrafterNeeds(), DraftCost()
+
+    def __init__(self, name: str, draft: Draft) -> None:
+        self.name, self.draft = name, draft
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        return Drafts.of([self.draft] * len(rows), (self.name,))
+
+
+def asked_again(policy: Driven, its: RowView) -> None:
+    """Plain steps until the row's drafter is asked."""
+    while not policy.plan([its], [MOST], [200]).nodes[0]:
+        policy.trim(Drafts.empty(1))
+        policy.learn(verdicts([0]), 5e-5, TARGET.width(1))
+
+
+def test_a_token_that_must_follow_is_worth_as_much_where_lookups_have_it_too() -> None:
+    wrong = Draft.chain([1, 2, 3], [0.3, 0.09, 0.027])
+    composed = ComposedDrafter([Fixed("a", wrong), Fixed("b", wrong)])
+    policy = Driven(TARGET, names=composed.names, explain=True)
+    its = view(0, cost=composed.cost, drafter=composed.name)
+    for after in range(41):
+        asked_again(policy, its)
+        drafts = composed.propose(policy.asked([its]), np.array([MOST], np.int32))
+        policy._step.put([0], drafts)
+        if after == 40:
+            policy._step.lead(0, [1, 2, 3], "grammar")
+        policy._step.trim()
+        size, *_, worth = policy._step.decisions()[0][:4]
+        policy.learn(verdicts([0]), 5e-5, TARGET.width(1 + size))
+    assert size == 3
+    assert min(worth) > 0.9
