@@ -117,7 +117,10 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good) {
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
 // A draft model that has much to read does so in pieces, and drafts nothing meanwhile.
 void Policy::read() {
-    for (auto& [drafter, asking] : asking_) asking.behind = false, asking.unread = 0.0;
+    for (auto& [drafter, asking] : asking_) {
+        asking.behind = false, asking.unread = 0.0;
+        if (asking.saved >= 0.0) asking.saves += (asking.saved - asking.saves) / 16.0;
+    }
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
         if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;

@@ -216,3 +216,49 @@ def test_a_token_that_must_follow_is_worth_as_much_where_lookups_have_it_too() -
         policy.learn(verdicts([0]), 5e-5, TARGET.width(1 + size))
     assert size == 3
     assert min(worth) > 0.9
+
+
+def test_a_composition_inside_another_has_sources_of_its_own() -> None:
+    inner = ComposedDrafter([Fixed(name, Draft.chain([token], [0.5])) for name, token in (("a", 1), ("b", 2), ("c", 3))])
+    composed = ComposedDrafter([inner, Fixed("d", Draft.chain([4], [0.5]))])
+    policy = Driven(TARGET, names=composed.names)
+    its = view(0, cost=composed.cost, drafter=composed.name)
+    asked_again(policy, its)
+    found = composed.propose(policy.asked([its]), np.array([MOST], np.int32)).row(0)
+    assert (found.tokens, found.sources) == ([1, 2, 3, 4], [0, 0, 0, 1])
+
+
+class Shallow(Fixed):
+    """A network whose every draft takes three levels."""
+
+    needs, cost = DrafterNeeds(draws=True), DraftCost("network", nodes=True, reads=True)
+
+    def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+        levels = np.array([3 if row.depth else 0 for row in rows], np.int32)
+        drafts = [self.draft if each else Draft() for each in levels]
+        return replace(Drafts.of(drafts, (self.name,)), levels=levels)
+
+
+def test_rows_that_have_drafted_stay_so_while_the_same_composition_drafts_for_others() -> None:
+    """As where C++ drafts for one row and Python for another, or two compositions serve a batch."""
+    network = Shallow("network", Draft.chain([21, 22, 23], [0.6, 0.36, 0.2]))
+    found = Draft.chain([11, 12, 13, 14, 15], [0.95**n for n in range(1, 6)])
+    composed = [ComposedDrafter([Fixed("lookup", each), network]) for each in (Draft(), found)]
+    policy = Driven(TARGET, vocab=64, names=composed[0].names)
+    rows = [view(row, cost=composed[0].cost, drafter=composed[0].name)._replace(limit=5000) for row in range(2)]
+    drafted, known, context = 0, False, 100
+    for _ in range(20):
+        sizes = policy.plan(rows, [MOST, MOST], [context, context])
+        asked, made, levels = policy.asked(rows), [Draft(), Draft()], [0, 0]
+        for i in range(2):
+            if sizes.nodes[i]:
+                drafts = composed[i].propose([asked[i]], np.array([sizes.nodes[i]], np.int32))
+                made[i], levels[i] = drafts.row(0), 0 if drafts.levels is None else int(drafts.levels[0])
+        drafts = replace(Drafts.of(made, composed[0].names), levels=np.array(levels, np.int32))
+        kept, decisions = policy.trim(drafts)
+        assert not known or "not read" not in decisions[0].why
+        known, drafted = levels[0] > 0, drafted + (levels[0] > 0)
+        gained = [min(1, len(kept.row(0))), len(kept.row(1))]
+        policy.learn(verdicts(gained), 5e-5 + 3.2e-3 * max(levels), TARGET.width(2 + int(kept.widths.sum())))
+        context += 1
+    assert drafted > 2
