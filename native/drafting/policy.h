@@ -210,6 +210,7 @@ private:
     void look(Step& step, const Draft& draft);
     void count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens);
     void count_levels(Step& step, const std::vector<bool>& good);
+    static bool added(const Step& step, int path);
     void settle(const Of& paths);
     void read();
     void time_drafting(const Seconds& seconds);
