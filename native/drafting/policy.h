@@ -75,7 +75,8 @@ public:
     // It read so many tokens beside the step under way, whose other work took `body` seconds.
     void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);
 
-    // Rows that it knows. Afterwards `nodes` and `levels` say what to ask for.
+    // Rows that it knows, beside so many tokens of prompts. Afterwards `nodes` and `levels` say what to ask for. No rows: none
+    // drafts, and those that decode count as tokens of prompts.
     void plan(const std::vector<View>& views, int64_t prefill);
     size_t planned() const { return count_; }  // rows of the step that is under way; 0 once it was learned from
     int nodes(size_t i) const { return steps_[i].nodes; }

@@ -121,39 +121,64 @@ def story_of(network: str, lookup: str, seed: int) -> Story:
     return Story(said, right, copied, finds)
 
 
-@functools.cache
-def speed(network: str, lookup: str, parts: tuple[str, ...], seed: int) -> tuple[float, float]:
-    """Tokens a plain step, and the share of steps in which the network was asked, once the first are learned from."""
-    story, rng, level = story_of(network, lookup, seed), np.random.default_rng(seed), NETWORKS[network][2]
-    asked, made = Network(story), dict[str, Drafter]()
-    made |= {"lookup": Lookup(story), "network": asked}
-    drafter = made[parts[0]] if len(parts) == 1 else ComposedDrafter([made[each] for each in parts])
-    policy = Driven(TARGET, vocab=2 * BY_LOOKUP, names=drafter.names or (drafter.name,))
-    seconds, steps, learned = 0.0, 0, (0, 0.0, 0, 0)
-    for request in range(TOKENS // ANSWER):
-        its = view(request=request, cost=drafter.cost, drafter=drafter.name)._replace(limit=100 + ANSWER)
-        start = story.at
+class Run:
+    """Answers of ``ANSWER`` tokens, one after the other, by a new policy: what they took so far, prompts aside."""
+
+    def __init__(self, network: str, lookup: str, parts: Sequence[str], seed: int, draws: bool = True) -> None:
+        self.story, self.rng = story_of(network, lookup, seed), np.random.default_rng(seed)
+        self.level, self.network = NETWORKS[network][2], Network(self.story)
+        self.seconds, self.steps, self.request = 0.0, 0, 0
+        self.network.needs = DrafterNeeds(draws=draws)
+        made: dict[str, Drafter] = {"lookup": Lookup(self.story), "network": self.network}
+        self.drafter = made[parts[0]] if len(parts) == 1 else ComposedDrafter([made[each] for each in parts])
+        self.policy = Driven(TARGET, vocab=2 * BY_LOOKUP, names=self.drafter.names or (self.drafter.name,))
+
+    def answer(self, prompt: int = 60, read: bool = False) -> int:
+        """How many of the prompt's tokens were read beside the target. ``read``: what the network reads takes time."""
+        story, policy, start = self.story, self.policy, self.story.at
+        its = view(request=self.request, cost=self.drafter.cost, drafter=self.drafter.name)
+        its, found = its._replace(limit=prompt + 40 + ANSWER), 0
+        policy.prompts[0] = prompt if read else 1
+        for at in range(0, prompt - 1 if read else 0, 512):
+            count = min(512, prompt - 1 - at)
+            found += policy.read(its, at, count, self.level / 8, TARGET.width(64) / 64 * count)[1]
+        known = prompt if found else 0  # tokens that the network has read
         while story.at - start < ANSWER:
-            sizes = policy.plan([its], [MOST], [60 + story.at - start])
-            before, drafts = asked.levels, Drafts.empty(1)
+            sizes = policy.plan([its], [MOST], [prompt + story.at - start])
+            before, drafts = self.network.levels, Drafts.empty(1)
             if sizes.nodes[0]:
-                drafts = drafter.propose(policy.asked([its]), np.array(sizes.nodes, np.int32))
+                drafts = self.drafter.propose(policy.asked([its]), np.array(sizes.nodes, np.int32))
             kept, _ = policy.trim(drafts)
             draft, path, at = kept.row(0), list[int](), -1
             for n in range(len(draft)):
                 if draft.parents[n] == at and draft.tokens[n] == story.at + len(path):
                     path.append(at := n)
             tokens = np.arange(story.at, story.at + len(path) + 1, dtype=np.int32)
-            drafting, body = level * (asked.levels - before), TARGET.width(1 + len(draft))
-            noise = np.exp(0.02 * rng.standard_normal(2))
+            drafting, body = self.level * (self.network.levels - before), TARGET.width(1 + len(draft))
+            if read and drafting:
+                context = prompt + story.at - start
+                drafting += self.level / 8 * (context - max(known, policy.starts[0]))
+                known = context
+            noise = np.exp(0.02 * self.rng.standard_normal(2))
             verdict = Verdict(tokens, np.array(path, np.int32))
             policy.learn(Verdicts.of([verdict]), 5e-5 + drafting * noise[0], body * noise[1])
-            story.at, seconds, steps = story.at + len(tokens), seconds + drafting + body, steps + 1
+            story.at, self.seconds, self.steps = story.at + len(tokens), self.seconds + drafting + body, self.steps + 1
         policy.release(0)
-        if story.at < LEARNING + ANSWER:
-            learned = story.at, seconds, steps, asked.asked
+        self.request += 1
+        return found
+
+
+@functools.cache
+def speed(network: str, lookup: str, parts: tuple[str, ...], seed: int) -> tuple[float, float]:
+    """Tokens a plain step, and the share of steps in which the network was asked, once the first are learned from."""
+    run, learned = Run(network, lookup, parts, seed), (0, 0.0, 0, 0)
+    for _ in range(TOKENS // ANSWER):
+        run.answer()
+        if run.story.at < LEARNING + ANSWER:
+            learned = run.story.at, run.seconds, run.steps, run.network.asked
     at, took, before, others = learned
-    return (story.at - at) * TARGET.width(1) / (seconds - took), (asked.asked - others) / (steps - before)
+    tokens, seconds = run.story.at - at, run.seconds - took
+    return tokens * TARGET.width(1) / seconds, (run.network.asked - others) / (run.steps - before)
 
 
 def mean(network: str, lookup: str, *parts: str) -> tuple[float, float]:
@@ -179,6 +204,33 @@ def test_a_network_is_asked_where_it_adds_to_what_a_lookup_found() -> None:
     bursts, (alone, _) = mean("0.6", "right in bursts", *parts), mean("0.6", "right in bursts", "network")
     assert 0.4 < bursts[1] < 0.97
     assert bursts[0] > 1.1 * alone, "each where it is the better one"
+
+
+@pytest.mark.parametrize("parts", [("lookup", "network"), ("network", "lookup")])
+def test_a_network_that_never_draws_is_weighed_beside_lookups_as_one_that_does(parts: tuple[str, ...]) -> None:
+    """As a draft model of another tokenizer. Behind prompts, which it reads by what it has saved."""
+    found = []
+    for draws in (True, False):
+        run = Run("0.97, modest", "often right", parts, 0, draws)
+        found.append([(run.answer(2000, read=True), run.steps, run.network.levels) for _ in range(5)])
+    assert found[0] == found[1]
+
+
+def test_a_fallback_comes_after_the_network_that_it_is_one_of() -> None:
+    network = Network(story_of("0.6", "often right", 0))
+    network.needs = DrafterNeeds()
+    lookups = [Fixed(name, Draft()) for name in "ab"]
+    composed = ComposedDrafter([network, *lookups], (False, False, True))
+    assert composed._native.order == [1, 0, 2]
+
+
+def test_what_lookups_bring_pays_for_no_reading() -> None:
+    """A network that adds little to lookups learns so with the end of one prompt."""
+    for seed in range(3):
+        run = Run("0.27", "often right", ("lookup", "network"), seed)
+        read = [run.answer(2000, read=True) for _ in range(9)]
+        assert 0 < read[0] < 400
+        assert sum(read[1:]) < 500, "all of a prompt, now and then, when all that was accepted paid for it"
 
 
 class Fixed(Drafter):
