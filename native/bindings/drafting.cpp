@@ -69,8 +69,7 @@ struct HeldDatastore {
 // lookups, most depth (-1: as many as nodes), the floor, whether the policy chooses, whether it samples under rejection, and
 // its chooser with its rules (None: greedy), and where it stands in a policy's step (None: it has no policy).
 using Plain = TupleOf<int, int, int, I32, int>;
-using Full =
-    TupleOf<int, int, int, I32, int, int, double, bool, bool, int, std::optional<Named>, std::optional<InStep>>;
+using Full = TupleOf<int, int, int, I32, int, int, double, bool, bool, int, std::optional<Named>, std::optional<InStep>>;
 
 class AskedRows {
 public:

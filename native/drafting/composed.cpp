@@ -10,14 +10,14 @@
 namespace outpace {
 
 ComposedDrafter::ComposedDrafter(std::vector<Part> parts) : parts_(std::move(parts)) {
-    // A fallback comes after what it is the fallback of.
-    const auto late = [&](size_t j) {
-        const auto stepwise = [](const Part& part) { return part.stepwise; };
-        return parts_[j].stepwise || (parts_[j].fallback && std::any_of(parts_.begin(), parts_.begin() + static_cast<std::ptrdiff_t>(j), stepwise));
-    };
-    for (size_t j = 0; j < parts_.size(); ++j) order_.push_back(j);
-    std::stable_sort(order_.begin(), order_.end(),
-        [&](size_t a, size_t b) { return std::pair(parts_[a].draws, late(a)) < std::pair(parts_[b].draws, late(b)); });
+    std::vector<int> turns;
+    bool any = false;
+    for (const Part& part : parts_) {
+        any = any || part.stepwise;
+        turns.push_back(2 * part.draws + (part.stepwise || (any && part.fallback)));  // a fallback comes after what is before it
+        order_.push_back(order_.size());
+    }
+    std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return turns[a] < turns[b]; });
     for (const Part& part : parts_) {
         draws_ = draws_ || part.draws;
         stepwise_ = stepwise_ || part.stepwise;

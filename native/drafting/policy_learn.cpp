@@ -31,8 +31,8 @@ void Policy::learn(const Of& paths, const Of& tokens, const Seconds& seconds, do
 
 // Whether nobody but the row's network has proposed the path.
 bool Policy::added(const Step& step, int path) {
-    return std::none_of(step.words.begin(), step.words.end(),
-        [&](const Word& word) { return word.path == path && word.source != step.kind.levels; });
+    return std::none_of(
+        step.words.begin(), step.words.end(), [&](const Word& word) { return word.path == path && word.source != step.kind.levels; });
 }
 
 void Policy::settle(const Of& paths) {

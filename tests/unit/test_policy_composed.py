@@ -271,8 +271,8 @@ def test_a_token_that_must_follow_is_worth_as_much_where_lookups_have_it_too() -
 
 
 def test_a_composition_inside_another_has_sources_of_its_own() -> None:
-    inner = ComposedDrafter([Fixed(name, Draft.chain([token], [0.5])) for name, token in (("a", 1), ("b", 2), ("c", 3))])
-    composed = ComposedDrafter([inner, Fixed("d", Draft.chain([4], [0.5]))])
+    parts = [Fixed(name, Draft.chain([token], [0.5])) for token, name in enumerate("abcd", 1)]
+    composed = ComposedDrafter([ComposedDrafter(parts[:3]), parts[3]])
     policy = Driven(TARGET, names=composed.names)
     its = view(0, cost=composed.cost, drafter=composed.name)
     asked_again(policy, its)
