@@ -123,7 +123,7 @@ public:
             tokens += std::max(end - std::max(row->row.read, start), int64_t{0});
             row->row.start = start, row->row.read = end;
         }
-        if (Policy* policy = rows().policy(); policy && !read.empty())
+        if (Policy* policy = rows().given(); policy && !read.empty())
             policy->time_reading(std::get<0>(read[0])->row.kind, tokens, seconds, body);
     }
 

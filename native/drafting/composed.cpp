@@ -10,9 +10,14 @@
 namespace outpace {
 
 ComposedDrafter::ComposedDrafter(std::vector<Part> parts) : parts_(std::move(parts)) {
-    for (const bool draws : {false, true})
-        for (size_t j = 0; j < parts_.size(); ++j)
-            if (parts_[j].draws == draws) order_.push_back(j);
+    std::vector<int> turns;
+    bool any = false;
+    for (const Part& part : parts_) {
+        any = any || part.stepwise;
+        turns.push_back(2 * part.draws + (part.stepwise || (any && part.fallback)));  // a fallback comes after what is before it
+        order_.push_back(order_.size());
+    }
+    std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return turns[a] < turns[b]; });
     for (const Part& part : parts_) {
         draws_ = draws_ || part.draws;
         stepwise_ = stepwise_ || part.stepwise;
@@ -27,6 +32,7 @@ ComposedDrafter::Slots::Slots(const ComposedDrafter& composed, const std::vector
 
 std::vector<Asked> ComposedDrafter::Slots::wanted(size_t part, std::vector<size_t>& at) {
     const Part& each = composed_.parts_.at(part);
+    if (each.stepwise && !weighed_) weigh();
     if (each.draws && !settled_) settle();
     std::vector<Asked> asked;
     at.clear();
@@ -37,6 +43,7 @@ std::vector<Asked> ComposedDrafter::Slots::wanted(size_t part, std::vector<size_
         if (!size || (each.fallback && std::any_of(drafts_[i].begin(), before, [](const Draft& tree) { return !tree.empty(); }))) continue;
         asked.push_back(rows_[i]);
         asked.back().size = size;
+        asked.back().policy = nullptr;  // a composition in this one has other numbers
         at.push_back(i);
     }
     return asked;
@@ -59,12 +66,30 @@ void ComposedDrafter::Slots::put(size_t part, size_t row, Draft draft) {
     drafts_.at(row)[part] = std::move(draft);
 }
 
+// How deep stepwise parts go, beside what those that came before them have proposed.
+void ComposedDrafter::Slots::weigh() {
+    weighed_ = true;
+    std::vector<Draft> offers;
+    std::vector<Policy::Found> found;
+    Policy* policy = nullptr;
+    offers.reserve(rows_.size());
+    for (size_t i = 0; i < rows_.size(); ++i) {
+        const Asked& row = rows_[i];
+        if (!row.policy || row.drawn || !row.adaptive) continue;
+        std::vector<Draft> drafts = drafts_[i];
+        for (Draft& draft : drafts) draft.assume();
+        offers.push_back(merge(drafts, row.size));
+        policy = row.policy, found.push_back({row.place, row.row, &offers.back(), i});
+    }
+    if (!policy) return;
+    policy->plan_beside(found);
+    for (const Policy::Found& each : found)
+        rows_[each.at].levels = policy->levels(each.place), rows_[each.at].floor = policy->floor(each.place);
+}
+
 // What parts that draw are left: under rejection all but what the others, which share half of the nodes, have taken.
 void ComposedDrafter::Slots::settle() {
     settled_ = true;
-    std::vector<Policy::Found> found;
-    Policy* policy = nullptr;
-    certain_.reserve(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
         const Asked& row = rows_[i];
         std::vector<Draft> certain;
@@ -72,13 +97,7 @@ void ComposedDrafter::Slots::settle() {
             if (!composed_.parts_[j].draws) certain.push_back(drafts_[i][j]), certain.back().assume();
         certain_.push_back(merge(certain, row.drawn ? row.size / 2 : row.size));
         left_.push_back(row.drawn ? row.size - static_cast<int>(certain_.back().size()) : row.size);
-        if (row.policy && composed_.stepwise_ && !row.drawn && row.adaptive)
-            policy = row.policy, found.push_back({row.place, row.row, &certain_.back(), i});
     }
-    if (!policy) return;
-    policy->plan_beside(found);
-    for (const Policy::Found& each : found)
-        rows_[each.at].levels = policy->levels(each.place), rows_[each.at].floor = policy->floor(each.place);
 }
 
 std::vector<Draft> ComposedDrafter::Slots::merged() {

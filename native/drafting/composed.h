@@ -15,7 +15,7 @@ public:
         NativeDrafter* drafter;  // outlives the composition; null: it is Python's, and what it proposes is put into its slot
         bool fallback;           // asked only where the parts before it have proposed nothing
         bool draws;              // it samples under rejection; asked after all that do not
-        bool stepwise;           // takes a forward of its own for every depth
+        bool stepwise;           // takes a forward of its own for every depth; asked after all that do not, of those that draw or do not
     };
     explicit ComposedDrafter(std::vector<Part> parts);
 
@@ -32,6 +32,7 @@ public:
         std::vector<Draft> merged();
 
     private:
+        void weigh();
         void settle();
 
         const ComposedDrafter& composed_;
@@ -40,7 +41,7 @@ public:
         std::vector<Draft> certain_;              // what the parts that do not draw come to, by row
         std::vector<int> left_;                   // nodes for the parts that draw, by row
         std::vector<int> depths_;                 // what a stepwise part took; 0: it was not asked
-        bool settled_ = false;
+        bool weighed_ = false, settled_ = false;
     };
 
     const std::vector<Part>& parts() const { return parts_; }

@@ -60,7 +60,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
     ++step_;
     steps_.resize(std::max(steps_.size(), count_));
     fixed_ = verified_ = 0;
-    for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = asking.chosen = asking.deep = 0;
+    for (auto& [drafter, asking] : asking_) asking.rows = asking.levels = asking.chosen = asking.deep = 0, asking.saved = -1.0;
     double cached = 0.0;
     bool fixed = false, any = false;
     for (size_t i = 0; i < count_; ++i) {
@@ -108,7 +108,7 @@ void Policy::plan(const std::vector<View>& views, int64_t prefill) {
             step.nodes = step.levels = step.view.most;
         if (step.whole) fixed_ += step.nodes;
     }
-    if (none == Why::Fixed) plan_levels(false);
+    if (none == Why::Fixed) plan_levels({});
     fixed_ = 0;
     for (size_t i = 0; i < count_; ++i) {
         Step& step = steps_[i];
@@ -146,9 +146,9 @@ bool Policy::plan_whole(Step& step) {
 }
 
 // How many forwards each network is worth, for all of its rows together, by how far their drafts went before. Networks of one
-// batch compete: the next level is that of the network whose nodes bring most for its time. `beside`: some rows' lookups have
-// drafted, and may leave a network less to add than it was expected to bring alone.
-void Policy::plan_levels(bool beside) {
+// batch compete: the next level is that of the network whose nodes bring most for its time. `beside`: rows whose lookups have
+// drafted, and may leave a network less to add than it was expected to bring alone; the others stay as they are.
+void Policy::plan_levels(const std::vector<size_t>& beside) {
     struct Network {
         int rows = 0, levels = 0, chosen = 0;
         double level = 0.0, brings = 0.0;  // plain steps of a level; tokens of the next one
@@ -160,7 +160,7 @@ void Policy::plan_levels(bool beside) {
         rows.push_back(i);
         const double context = steps_[i].view.context;
         const Row& row = *steps_[i].row;
-        if (!beside && steps_[i].kind.reads && context - row.read > kUnread) {
+        if (beside.empty() && steps_[i].kind.reads && context - row.read > kUnread) {
             const Reading reading = this->reading(steps_[i].kind, row.start, row.read, context, context - row.first);
             steps_[i].start = reading.start, steps_[i].unread = !reading.pays();
             steps_[i].decision.one = reading.takes, steps_[i].decision.two = reading.may;
@@ -248,19 +248,14 @@ void Policy::plan_levels(bool beside) {
             none = choice.why;
         }
     }
-    for (const auto& [drafter, its] : drafters) {
-        Asking& asker = asking_[drafter];
-        if (asker.beside == beside) asker.saves += (1.0 / without - 1.0 / fastest - asker.saves) / 16.0;
+    for (const size_t i : beside.empty() ? rows : beside) {
+        Step& step = steps_[i];
+        asking_[step.kind.drafter].saved = 1.0 / without - 1.0 / fastest;
+        if (beside.empty() || step.tried) continue;
+        step.levels = std::min(step.levels, drafters[step.kind.drafter].chosen);
+        if (!step.levels) step.planned = 0;
     }
-    if (beside) {
-        for (const size_t i : rows) {
-            Step& step = steps_[i];
-            if (!asking_[step.kind.drafter].beside || step.tried) continue;
-            step.levels = std::min(step.levels, drafters[step.kind.drafter].chosen);
-            if (!step.levels) step.planned = 0;
-        }
-        return;
-    }
+    if (!beside.empty()) return;
     const bool tries = (!known && budget_ >= 0) || may_try(level + more(1), levels_at_);
     const bool tried = best <= 0 && fits(1, level) && tries && bearable({}, 0, level + more(1)) == 0;
     bool asked = false;
@@ -439,7 +434,7 @@ double Policy::chance(const Step& step, Word& word) const {
     return word.chance;
 }
 
-// The path to a draft's node n, which `source` proposes; `places`: the paths of the nodes before it.
+// The path to a draft's node n, which `source` proposes (-1: the node's own); `places`: the paths of the nodes before it.
 int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places) {
     const auto gain_of = [&](size_t node) -> double { return static_cast<float>(draft.gains[node]); };  // as Drafts have it
     const int32_t parent = draft.parents[n];
@@ -447,12 +442,12 @@ int Policy::hear(Step& step, const Draft& draft, size_t n, int source, const std
     const auto same = [&](const Path& path) { return path.parent == above && path.token == draft.tokens[n]; };
     const auto known = std::find_if(step.paths.begin(), step.paths.end(), same);
     const int path = static_cast<int>(known - step.paths.begin());
-    const auto of_it = [&](const Word& word) { return word.path == path && (source < 0 || word.source == source); };
+    if (source < 0) source = draft.sources[n];
+    const auto of_it = [&](const Word& word) { return word.path == path && word.source == source; };
     if (known == step.paths.end())
         step.paths.push_back({above, draft.tokens[n], above < 0 ? 0 : step.paths[static_cast<size_t>(above)].depth + 1});
     else if (std::any_of(step.words.begin(), step.words.end(), of_it))
         return path;
-    if (source < 0) source = draft.sources[n];
     double said = gain_of(n);  // of the whole path
     if (std::isnan(said))
         said = -1.0;
@@ -481,11 +476,13 @@ void Policy::rate(size_t place, int64_t row, int source, Draft& draft) {
 }
 
 void Policy::plan_beside(const std::vector<Found>& found) {
+    std::vector<size_t> beside;
     bool any = false;
     for (const auto& [place, row, draft, at] : found) {
         if (place >= count_ || steps_[place].view.row != row) continue;
         Step& step = steps_[place];
-        asking_[step.kind.drafter].beside = true;
+        beside.push_back(place);
+        asking_[step.kind.drafter].saved = -1.0;
         any = any || step.levels || step.unread;
         const std::vector<int> depths = draft->depths();
         step.beside.assign(depths.size(), 0.0);
@@ -495,7 +492,7 @@ void Policy::plan_beside(const std::vector<Found>& found) {
             step.offers.emplace_back(depths[n], draft->gains[n]);
         }
     }
-    if (any) plan_levels(true);
+    if (any) plan_levels(beside);
 }
 
 void Policy::look(Step& step, const Draft& draft) {
@@ -506,14 +503,13 @@ void Policy::look(Step& step, const Draft& draft) {
         const int parent = draft.parents[n];
         const Node* above = parent >= 0 ? &step.draft[static_cast<size_t>(parent)] : nullptr;
         double& left = lefts[static_cast<size_t>(parent + 1)];
-        const bool second = left < 1.0;
         places.push_back(hear(step, draft, n, -1, places));
         double its = 0.0;
         for (Word& word : step.words)
             if (word.path == places[n]) its = std::max(its, chance(step, word));
         const double chance = std::min(its, left);
         left = std::max(left - chance, 0.0);
-        step.draft.push_back({parent, above ? above->depth + 1 : 0, places[n], (above ? above->gain : 1.0) * chance, chance, second});
+        step.draft.push_back({parent, places[n], (above ? above->gain : 1.0) * chance, chance});
     }
 }
 

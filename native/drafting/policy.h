@@ -75,7 +75,8 @@ public:
     // It read so many tokens beside the step under way, whose other work took `body` seconds.
     void time_reading(const Kind& kind, int64_t tokens, double seconds, double body);
 
-    // Rows that it knows. Afterwards `nodes` and `levels` say what to ask for.
+    // Rows that it knows, beside so many tokens of prompts. Afterwards `nodes` and `levels` say what to ask for. No rows: none
+    // drafts, and those that decode count as tokens of prompts.
     void plan(const std::vector<View>& views, int64_t prefill);
     size_t planned() const { return count_; }  // rows of the step that is under way; 0 once it was learned from
     int nodes(size_t i) const { return steps_[i].nodes; }
@@ -85,7 +86,8 @@ public:
 
     // A part of a composition has drafted this for a row: its paths' chances become what drafts of its source have been worth.
     void rate(size_t place, int64_t row, int source, Draft& draft);
-    // Levels and floors of rows whose lookups have drafted, once more: what a network adds to that has to pay for it.
+    // Levels of rows whose lookups have drafted, once more, but no more than before: what a network adds to that has to pay for it.
+    // Where a row has a floor its draft alone says how deep it goes, so there they only say whether to ask.
     void plan_beside(const std::vector<Found>& found);
 
     // `drafts`: of all rows. `drawn`: nodes carry q. Afterwards `kept` are the nodes to verify, ascending, with their parents.
@@ -134,7 +136,7 @@ private:
         double unread = 0.0;          // so many tokens
         Ratios token;                 // plain steps for one of them
         double saves = kSaves;        // plain steps that a token of an answer saves, lately, once all before it is read
-        bool beside = false;          // lookups draft before it, and it saves what they do not
+        double saved = -1.0;          // that in this step, over what lookups save that have drafted before it; -1: not planned
         bool dear() const { return value < each.low(); }
         const Ratios& at(int rows) const;  // of the batch most like it
         double forward(int rows) const { return at(rows).low(); }  // a level for so many rows; 0: not known
@@ -155,9 +157,8 @@ private:
         int depth;  // of its end, from 0
     };
     struct Node {  // that was proposed
-        int parent, depth, path;
+        int parent, path;
         double gain, chance;  // of its whole path; given its parent
-        bool second;  // a child after another
     };
     struct Step {  // a row's part of the step that is under way
         View view;
@@ -204,12 +205,13 @@ private:
     double patience() const;
     int bearable(const std::vector<Free>& free, int nodes, double asking) const;
     bool plan_whole(Step& step);
-    void plan_levels(bool beside);
+    void plan_levels(const std::vector<size_t>& beside);
     double chance(const Step& step, Word& word) const;
     int hear(Step& step, const Draft& draft, size_t n, int source, const std::vector<int>& places);
     void look(Step& step, const Draft& draft);
     void count(Step& step, const std::vector<int32_t>& path, const std::vector<int32_t>& tokens);
     void count_levels(Step& step, const std::vector<bool>& good);
+    static bool added(const Step& step, int path);
     void settle(const Of& paths);
     void read();
     void time_drafting(const Seconds& seconds);

@@ -29,25 +29,39 @@ void Policy::learn(const Of& paths, const Of& tokens, const Seconds& seconds, do
     count_ = 0;  // a step is learned from once
 }
 
+// Whether nobody but the row's network has proposed the path.
+bool Policy::added(const Step& step, int path) {
+    return std::none_of(
+        step.words.begin(), step.words.end(), [&](const Word& word) { return word.path == path && word.source != step.kind.levels; });
+}
+
 void Policy::settle(const Of& paths) {
     const auto chooses = [](const Step& step) { return step.view.adaptive; };
     if (std::none_of(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count_), chooses)) return;
     const int chosen = verified_ - fixed_;
     const double loss = more(chosen) + asking(true);
-    double all = 0.0, gained = 0.0, read = 0.0;
+    double all = 0.0, gained = 0.0, read = 0.0, readers = 0.0;
+    int own = 0;  // nodes that networks alone proposed, which read for them
     for (size_t i = 0; i < count_; ++i) {
+        const Step& step = steps_[i];
         const double accepted = static_cast<double>(paths[i]->size());
         all += accepted;
-        if (!steps_[i].view.adaptive) continue;
+        if (!step.view.adaptive) continue;
         gained += accepted;
-        read += steps_[i].kind.reads && steps_[i].levels > 0 ? accepted - loss : 0.0;
-        if (!steps_[i].row) continue;
+        if (step.kind.reads && step.levels > 0) {
+            const auto its = [&](int32_t node) { return added(step, step.draft[static_cast<size_t>(node)].path); };
+            own += static_cast<int>(std::count_if(step.kept.begin(), step.kept.end(), its));
+            read += static_cast<double>(std::count_if(
+                paths[i]->begin(), paths[i]->end(), [&](int32_t node) { return its(step.kept.at(static_cast<size_t>(node))); }));
+            ++readers;
+        }
+        if (!step.row) continue;
         steps_[i].row->wall += 1.0 + loss;
         steps_[i].row->lead += accepted - loss;
     }
     const double rows = static_cast<double>(count_);
     const double seen = std::max(loss, costs_.seen(chosen) + asking(true));
-    reading_ += read / rows;
+    reading_ += (read - readers * (more(chosen) - more(chosen - own) + asking(true))) / rows;
     const double charged = costs_.measured(chosen) ? seen : std::min(seen, kAlways);
     if (chosen && budget_ < 0) ++tries_;
     budget_ = std::min(budget_ + kDrip + gained / rows - charged, kMost + 4.0 * (advantage_ - 1.0));
@@ -117,7 +131,10 @@ void Policy::count_levels(Step& step, const std::vector<bool>& good) {
 // A network that was not asked for long, or never by a row, reads a prompt or an answer first: that is not what a level takes.
 // A draft model that has much to read does so in pieces, and drafts nothing meanwhile.
 void Policy::read() {
-    for (auto& [drafter, asking] : asking_) asking.behind = false, asking.unread = 0.0;
+    for (auto& [drafter, asking] : asking_) {
+        asking.behind = false, asking.unread = 0.0;
+        if (asking.saved >= 0.0) asking.saves += (asking.saved - asking.saves) / 16.0;
+    }
     for (size_t i = 0; i < count_; ++i) {
         const Step& step = steps_[i];
         if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;

@@ -47,9 +47,14 @@ void Rows::plan(Policy* policy) {
         row->nodes = row->depth = row->most;
         row->floor = 0.0;
     }
-    // Where prompts alone are read, so that time counts, and what drafters read beside them.
-    if (rows.empty()) planned_ = std::any_of(chunks.begin(), chunks.end(), [](const PromptChunk& chunk) { return chunk.row->drafts; });
-    if (!this->policy()) return;
+    if (!policy_) return;
+    int64_t prefill = 0;
+    bool reads = false;
+    for (const PromptChunk& chunk : chunks) prefill += static_cast<int64_t>(chunk.count()), reads = reads || chunk.row->drafts;
+    if (!planned_) {  // that time counts, and what drafters read beside it
+        if (reads) policy_->plan({}, prefill + static_cast<int64_t>(rows.size()));
+        return;
+    }
     views_.clear();
     for (const Row* row : rows) {
         if (!policy_->knows(row->row, row->kind.request)) {
@@ -58,8 +63,6 @@ void Rows::plan(Policy* policy) {
         }
         views_.push_back({row->row, row->adaptive, row->most, static_cast<double>(row->length - 1)});
     }
-    int64_t prefill = 0;
-    for (const PromptChunk& chunk : chunks) prefill += static_cast<int64_t>(chunk.count());
     policy_->plan(views_, prefill);
     for (size_t i = 0; i < rows.size(); ++i)
         rows[i]->nodes = policy_->nodes(i), rows[i]->depth = policy_->levels(i), rows[i]->floor = policy_->floor(i),

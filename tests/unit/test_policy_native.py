@@ -244,22 +244,25 @@ def test_seconds_that_no_clock_gives_do_no_harm() -> None:
     assert run(policy, Machine(CPU), [text(1)]).speedup > 0.9
 
 
-def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most() -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["prompts alone", "beside a row without a drafter"])
+def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most(beside: bool) -> None:
     """By trying every number of tokens; short prompts whole, nothing new once the budget is spent, what was begun to
     its end."""
     cost = Cost((1, 2, 4, 8, 16, 32, 64), (28e-3, 29e-3, 32e-3, 41e-3, 66e-3, 125e-3, 240e-3))
     policy, step, tokens = Driven(cost), _native.Rows(16, [], "target"), np.zeros(5001, np.int32)
     token, saves = 0.15 * 240 / 64 / 28, 0.3
 
-    def row(number: int, prompt: int, answer: int) -> _native.Row:
+    def row(number: int, prompt: int, answer: int, drafts: bool = True) -> _native.Row:
         v = view(number)
         return step.row(
-            number, number, prompt, True, "net", None, (), False, True, False, False, "coupled", False,
+            number, number, prompt, drafts, "net", None, (), False, drafts, False, False, "coupled", False,
             describe(v.chooser, []), "net", True, True, True, prompt + answer,
         )  # fmt: skip
 
+    plain = [(row(20, 10, 200, False), tokens, 20, 0)] if beside else []
+
     def begin(one: _native.Row, prompt: int) -> int:
-        step.begin(policy.native, [], [(one, tokens, 0, prompt - 1, False)])
+        step.begin(policy.native, plain, [(one, tokens, 0, prompt - 1, False)])
         return step.reads(one)
 
     for number, (prompt, answer) in enumerate(

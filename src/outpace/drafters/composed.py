@@ -118,7 +118,8 @@ class ComposedDrafter(Drafter):
             which = [k for k in range(len(at)) if k not in native]
             if not which:
                 continue
-            views, most = [rows[at[k]] for k in which], [left[k] for k in which]
+            # A composition in this one has other sources than the policy's step.
+            views, most = [rows[at[k]]._replace(in_step=None) for k in which], [left[k] for k in which]
             if part.cost.levels is not None:
                 views = [
                     view._replace(depth=None if levels < 0 else levels, floor=floor)
