@@ -189,7 +189,7 @@ void Policy::plan_levels(const std::vector<size_t>& beside) {
     const auto next = [&](size_t i, int l) {  // the chance of the row's path to its l-th level
         const auto& chances = chances_.table(steps_[i].kind.levels, steps_[i].kind.sampling).levels;
         const double chance = chances[static_cast<size_t>(std::min(l, Chances::kLevels) - 1)].given(Chances::kUnknown);
-        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels]);
+        return gains[i] * biased(chance, steps_[i].row->bias[steps_[i].kind.levels][l > 1]);
     };
     const auto right = [&](size_t i, int l) {  // the chance that a lookup is, so deep
         const std::vector<double>& found = steps_[i].beside;
@@ -268,7 +268,7 @@ void Policy::plan_levels(const std::vector<size_t>& beside) {
         // The means say whether to ask; how far to go, each draft. Another level pays if the best path's next node is worth it.
         if (longest_ == HUGE_VAL && best > 0) {
             const Chances::Table& table = chances_.table(step.kind.levels, step.kind.sampling);
-            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels]);
+            const double price = floor / biased(table.levels[1].given(Chances::kUnknown), step.row->bias[step.kind.levels][1]);
             step.floor = std::pow(price, 1.0 / table.power());  // as its drafter counts
             step.nodes = std::min(step.nodes, std::max(costs_.reach(fruitless_ < kFruitless), step.levels));
         }
@@ -430,7 +430,7 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
 double Policy::chance(const Step& step, Word& word) const {
     const double said = word.said < 0 ? Chances::kUnknown : word.second ? word.said : std::pow(word.said, word.table->power());
     word.chance = word.learns->given(said);
-    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source]);
+    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source][step.paths[static_cast<size_t>(word.path)].parent >= 0]);
     return word.chance;
 }
 

@@ -112,7 +112,7 @@ private:
 
     struct Row {
         Kind kind;
-        std::map<int, double> bias;  // by source, in log-odds
+        std::map<int, std::array<double, 2>> bias;  // by source, of its first nodes and of deeper ones, in log-odds
         double lead = 0.0;             // plain steps that it is ahead of plain decoding
         double wall = 0.0;             // plain steps that it was in
         double value = 0.0;            // plain steps that asking saves, lately

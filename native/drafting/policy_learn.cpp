@@ -15,7 +15,7 @@ constexpr double kBlind = 4.0;                       // share of what drafts sav
 constexpr double kTail = 64.0;                       // tokens of a prompt that are read, at least
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
-constexpr double kRate = 0.07, kLimit = 3.0;         // of a row's bias, in log-odds a trial
+constexpr double kRate = 0.15, kLimit = 3.0;         // of a row's bias, in log-odds a trial
 
 }  // namespace
 
@@ -94,7 +94,7 @@ void Policy::count(Step& step, const std::vector<int32_t>& path, const std::vect
         if (word.second) continue;
         if (word.said > 0) word.table->learn(word.said, its);
         if (!step.row) continue;
-        double& bias = step.row->bias[word.source];
+        double& bias = step.row->bias[word.source][parent >= 0];
         bias = std::max(-kLimit, std::min(kLimit, bias + kRate * (its - word.chance)));
     }
     if (step.kind.levels >= 0) count_levels(step, good);

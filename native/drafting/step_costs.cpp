@@ -14,6 +14,7 @@ constexpr double kUnsure = 1.25;  // standard errors less than its ratios say th
 constexpr int kPlainEvery = 48;   // steps between plain ones that are made to measure, where nothing is gained by drafts
 constexpr double kMostAlike = 1.5; // of Curve::alike, since few experts that all tokens choose together can read more by chance
 constexpr int kAlikes = 4, kSteps = 64;  // steps that the first guess of it counts for, and over which it is averaged
+constexpr double kSure = 12.0;    // ratios of a size from which on its drafts bring a plain step no sooner
 
 int size_at(int k) { return 1 << k; }
 
@@ -170,12 +171,13 @@ double StepCosts::compared() const { return now_->ratios[static_cast<size_t>(nea
 bool StepCosts::wants_plain(double advantage) const {
     if (prefill_) return false;
     if (step_ <= 2) return true;
-    const double every = kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
+    double every = kPlainEvery * std::max(1.0, 4.0 * (advantage - 1.0));
     if (last_.step == step_ - 1 && last_.rows == rows_ && last_.nodes) {  // a plain step now gives a ratio of that size
         const size_t k = static_cast<size_t>(nearest(last_.nodes));
         const Ratios& ratios = now_->ratios[k];
         if (!ratios.count()) return true;
         if (!ratios.measured() && contradicts(*now_, static_cast<int>(k))) return true;
+        every *= std::min(1.0, ratios.count() / kSure);
     }
     return static_cast<double>(step_ - plain_at_) > every;
 }

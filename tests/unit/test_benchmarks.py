@@ -229,6 +229,10 @@ def test_prove_fails_where_rounding_does_not_explain_a_difference(
 def test_kinds_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("kinds", ["--short", "--seeds", "1", "--threads", "1"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    patched = [line for line in lines if line[0] == "patched"]
+    assert len(patched) > 5
+    assert all(same == asked and int(accepted) > 0 for _, same, _, asked, accepted in patched)
+    lines = [line for line in lines if line[0] != "patched"]
     assert [line[0] for line in lines] == [family.gguf for family in FAMILIES if family.gguf]
     for name, same, _, asked, accepted, reused in lines:
         assert same == asked, name
