@@ -430,7 +430,8 @@ void Policy::trim(const std::vector<const Draft*>& drafts, bool drawn) {
 double Policy::chance(const Step& step, Word& word) const {
     const double said = word.said < 0 ? Chances::kUnknown : word.second ? word.said : std::pow(word.said, word.table->power());
     word.chance = word.learns->given(said);
-    if (!word.second) word.chance = biased(word.chance, step.row->bias[word.source][step.paths[static_cast<size_t>(word.path)].parent >= 0]);
+    if (!word.second)
+        word.chance = biased(word.chance, step.row->bias[word.source][step.paths[static_cast<size_t>(word.path)].parent >= 0]);
     return word.chance;
 }
 
