@@ -29,7 +29,7 @@ void Policy::learn(const Of& paths, const Of& tokens, const Seconds& seconds, do
     count_ = 0;  // a step is learned from once
 }
 
-// Whether nobody but the row's network has proposed the path.
+// Whether the row's network alone has proposed the path.
 bool Policy::added(const Step& step, int path) {
     return std::none_of(
         step.words.begin(), step.words.end(), [&](const Word& word) { return word.path == path && word.source != step.kind.levels; });

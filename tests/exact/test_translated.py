@@ -238,7 +238,7 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_the_end_of_a_text_that_the_draft_model_has_no_room_for_is_read_as_with_room(beside: bool) -> None:
-    """Beside the target or by a draft, and until there is no room for what is said behind it."""
+    """Beside the target or by a draft, and until there is no room left for the answer."""
     tokens = bpe("a").encode(SAID * 160).tolist()
     start, seen, late = len(tokens) - 100, [], 0
     for longest, most in ((512, 600), (8192, 450)):

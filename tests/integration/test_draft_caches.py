@@ -279,7 +279,7 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
 @pytest.mark.parametrize("composed", [False, True])
 def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for(tiny: Tiny, composed: bool) -> None:
     """No step reads more than the target's own chunk or one piece, the longer an answer is the further back, a short
-    prompt whole, for a very short answer nothing, and what is said is said plainly, too."""
+    prompt whole, for a very short answer nothing; the answers are plain decoding's."""
     rng, read = np.random.default_rng(3), {}
     prompts = {n: rng.integers(0, 10, n).tolist() for n in (1400, 90)}
     for length, most in ((1400, 3), (1400, 10), (1400, 40), (1400, 150), (90, 150)):
@@ -312,7 +312,9 @@ def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
 
 
 @pytest.mark.parametrize("draws", [0.0, 0.9])
-def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: Tiny, draws: float) -> None:
+def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(
+    tiny: Tiny, draws: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several samples of a prompt, prompts that begin alike, answers that are taken up again, more rows than there is
     room for: whoever drafts, and with either driver."""
     rng = np.random.default_rng(5)
@@ -346,7 +348,7 @@ def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: T
             starts.update(start for _, start in rows.values())
             read(rows)
 
-        drafter._cache.read = read  # type: ignore[method-assign]
+        monkeypatch.setattr(drafter._cache, "read", read)
         assert said(drafter) == plain
         assert max(starts) > 100
         again = ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2}), "model", VOCAB)
@@ -358,7 +360,7 @@ def test_rows_that_are_read_from_the_middle_on_say_what_they_say_plainly(tiny: T
 def test_a_row_that_the_draft_model_has_no_room_for_is_read_from_its_middle_on(
     tiny: Tiny, size: Any, context: int
 ) -> None:
-    """A prompt, and what is said behind it. Natively and in Python, in pieces where the half is more than one."""
+    """A prompt, and its answer. Natively and in Python, in pieces where half of the context is more than one."""
     prompt, found = np.random.default_rng(3).integers(0, 10, context + 600).tolist(), []
     params = SamplingParams(max_tokens=250, ignore_eos=True)
     for native in (True, False):

@@ -46,6 +46,7 @@ from outpace.models.base import Model
 from outpace.models.host import spare_memory
 from outpace.models.load import live, unwrapped
 from outpace.models.options import LoadOptions
+from outpace.models.torch.anatomy import weight_bytes
 from outpace.models.torch.state import ModuleState
 from outpace.params import SamplingParams
 from outpace.text.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ class PatchStats:
 def _spare(module: Any) -> int | None:
     """Bytes for keys and values: half of what is free, on a CPU once the native backend has packed the weights."""
     device = str(module.device)
-    packed = sum({p.data_ptr(): p.nbytes for p in module.parameters()}.values()) if device == "cpu" else 0
+    packed = weight_bytes(module) if device == "cpu" else 0
     try:
         return spare_memory(device, packed)
     except MemoryLimitError:  # then nothing is packed

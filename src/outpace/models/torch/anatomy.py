@@ -129,6 +129,11 @@ def window_of(mask_function: Callable[..., Any], longest: int) -> int | None:
     return None if seen[0] == last + 1 else seen[0]
 
 
+def weight_bytes(module: Any) -> int:
+    """What its parameters take, those that share memory once."""
+    return sum({p.data_ptr(): p.nbytes for p in module.parameters()}.values())
+
+
 def max_length(config: Any) -> tuple[int, str | None]:
     """The most positions a row may have, and the reason when it is less than the model claims."""
     claimed = getattr(config, "max_position_embeddings", None)

@@ -353,7 +353,7 @@ class TorchKV(KVCache):
         with torch.inference_mode(False):  # what a forward allocates is written outside of forwards, too
             new = torch.empty((old.shape[0], positions, old.shape[2]), dtype=self.dtype, device=self._device)
             new[:, : old.shape[1]] = old
-            new[:, -self.block :] = 0  # what nobody sees still has to be a number
+            new[:, -self.block :] = 0  # masked positions, too, have to be numbers
             return new
 
     def _full(self) -> str:

@@ -17,7 +17,7 @@ from outpace.common.arrays import I32
 from outpace.common.fair_lock import FairLock
 from outpace.errors import MemoryLimitError, ModelError, OutpaceError
 from outpace.models.base import Batch, Model, ModelInfo
-from outpace.models.torch.anatomy import attending, dissect, max_length
+from outpace.models.torch.anatomy import attending, dissect, max_length, weight_bytes
 from outpace.models.torch.attention import NAME, Plan, counts, plan
 from outpace.models.torch.choose import ROUNDING
 from outpace.models.torch.decoder import OwnDecoder, apart, described
@@ -229,7 +229,6 @@ class TransformersModel(Model):
         self.strict, self._rounding = strict, 0.0 if strict else ROUNDING.get(anatomy.dtype, 0.0)
         self._state_shape = state_shape(self._mixers)
         self.kv = self._cache(kv_memory, kv_block)
-        weights = {p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}
         head = module.get_output_embeddings()
         self.info = ModelInfo(
             name=name,
@@ -241,7 +240,7 @@ class TransformersModel(Model):
             eos_ids=tuple(eos_ids),
             dtype=str(anatomy.dtype).removeprefix("torch."),
             device=str(self._device),
-            weight_bytes=sum(weights.values()),
+            weight_bytes=weight_bytes(module),
             kv_bytes_per_position=self.kv.bytes_per_position,
             experts=self._mixtures.count,
             used_experts=self._mixtures.used,

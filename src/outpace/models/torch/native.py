@@ -20,7 +20,7 @@ from outpace.models import decoder as decoders
 from outpace.models.host import free_memory
 from outpace.models.native.build import require_served
 from outpace.models.native.model import MOST_THREADS, NativeModel, serve
-from outpace.models.torch.anatomy import max_length
+from outpace.models.torch.anatomy import max_length, weight_bytes
 from outpace.models.torch.decoder import described
 from outpace.models.torch.mixers import mixers
 from outpace.models.torch.probe import Reference, agree, small_copy
@@ -69,7 +69,7 @@ def _require(module: Any, name: str) -> int:
     """The positions that transformers reads. Raises ModelError unless the module is one that is described here, lies on
     the CPU in one type of numbers, and leaves half of the memory free when it is packed."""
     kinds = {p.dtype for p in module.parameters()}
-    size = sum({p.data_ptr(): p.nbytes for p in module.parameters()}.values())
+    size = weight_bytes(module)
     free = free_memory("cpu")
     if module.device.type != "cpu" or len(kinds) != 1 or not kinds <= _TYPES.keys():
         raise ModelError(f"{name} is not in one type of numbers on the CPU")

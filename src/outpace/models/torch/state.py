@@ -96,7 +96,7 @@ def _described(module: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _version(tensor: Any) -> int | None:
-    """None: nobody counts it, as of a tensor made in inference mode, or a parameter whose data is one."""
+    """How often torch saw it change; None where torch does not count, as of tensors made in inference mode."""
     try:
         return None if tensor.is_inference() else int(tensor._version)
     except RuntimeError:
