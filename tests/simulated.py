@@ -215,7 +215,7 @@ class Driven(Adaptive):
         start = self._step.reads(row)
         new = end - max(at, start) if 0 <= start < end else 0
         if new:
-            self._step.has_read([(row, start, end)], token * new, body)
+            self._step.has_read([(row, start, end, new)], token * new, body)
         return start, new
 
     def plan(self, rows: Sequence[RowView], most: Sequence[int], contexts: Sequence[float], prefill: int = 0) -> Sizes:

@@ -117,10 +117,10 @@ public:
         const Policy::Reading found = policy->reading(row.kind, static_cast<double>(row.start), static_cast<double>(row.read), end, 0.0);
         return found.pays() ? static_cast<int64_t>(found.start) : -1;
     }
-    void has_read(const std::vector<std::tuple<BoundRow*, int64_t, int64_t>>& read, double seconds, double body) {
+    void has_read(const std::vector<std::tuple<BoundRow*, int64_t, int64_t, int64_t>>& read, double seconds, double body) {
         int64_t tokens = 0;
-        for (const auto& [row, start, end] : read) {
-            tokens += std::max(end - std::max(row->row.read, start), int64_t{0});
+        for (const auto& [row, start, end, count] : read) {
+            tokens += count;
             row->row.start = start, row->row.read = end;
         }
         if (Policy* policy = rows().given(); policy && !read.empty())
@@ -423,8 +423,8 @@ void bind_step_rows(nb::module_& m) {
         .def("reads", &BoundRows::reads, "row"_a,
             "From which token on its drafter had better read its prompt, for what drafts are expected to save; -1: not at all.")
         .def("has_read", &BoundRows::has_read, "read"_a, "seconds"_a, "body"_a,
-            "Rows of one drafter, and which positions it has read of each, from the one to the other; what that took, and all else of the "
-            "step.")
+            "Rows of one drafter, which positions it has read of each, from the one to the other, and how many of them now; what that "
+            "took, and all else of the step.")
         .def("begin", &BoundRows::begin, "policy"_a.none(), "rows"_a, "chunks"_a,
             "A new step: rows (row, its tokens, how many are committed, most nodes) and, for one with rules, those that are known here "
             "(None: not all that must be) and whether others can test a token; chunks (row, its tokens, where it begins, how many, whether "

@@ -25,13 +25,15 @@ struct DraftRows {  // by the target's row
 
 class ModelDrafter : public NativeDrafter {
 public:
-    // `vocab`: the target's; a row that has committed a token that `model` lacks gets no drafts. `max_length`: positions of a row. `catch_up`: most tokens of one row in one forward.
-    ModelDrafter(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up)
+    // `vocab`: the target's; a row that has committed a token that `model` lacks gets no drafts. `max_length`: positions of a row.
+    // `catch_up`: most tokens that rows which lack more read in a step, together; `least`: of one.
+    ModelDrafter(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up, int least)
         : model_(std::move(model)),
           rows_(std::move(rows)),
           vocab_(vocab),
           max_length_(static_cast<size_t>(max_length)),
-          catch_up_(static_cast<size_t>(catch_up)) {}
+          catch_up_(static_cast<size_t>(catch_up)),
+          least_(static_cast<size_t>(least)) {}
 
     void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool stepwise() const override { return true; }
@@ -52,7 +54,7 @@ private:
         double chance = 0.0, near = 0.0;  // theirs
     };
     Chain begin(const Asked& asked, Draft& tree);
-    // Rows that have more to read than one forward takes read as much; they draft in a later step.
+    // Rows that lack more than `piece_` read as much; they draft in a later step.
     void read_behind(std::vector<Chain>& chains);
     std::unique_ptr<Result> feed(std::vector<Chain>& chains);
     std::unique_ptr<Result> forward(std::vector<Chain>& chains, bool last);
@@ -63,7 +65,8 @@ private:
     const std::shared_ptr<Model> model_;
     const std::shared_ptr<DraftRows> rows_;
     const int vocab_;
-    const size_t max_length_, catch_up_;
+    const size_t max_length_, catch_up_, least_;
+    size_t piece_ = 0;  // most tokens of a row that are read in this step
 };
 
 }  // namespace outpace

@@ -213,6 +213,7 @@ private:
     void count_levels(Step& step, const std::vector<bool>& good);
     static bool added(const Step& step, int path);
     void settle(const Of& paths);
+    static double sees(double start, double end);
     void read();
     void time_drafting(const Seconds& seconds);
 

@@ -10,8 +10,8 @@ namespace {
 constexpr double kDrip = 0.004;                      // plain steps that the budget grows in each step,
 constexpr double kMost = 3.0;                        // and that it holds at most, and 4 times the advantage
 constexpr double kHorizon = 48.0;                    // plain steps over which the rate is averaged
-constexpr double kPiece = 512.0;                     // most tokens that a draft model reads in a step: CATCH_UP of own_cache.py
-constexpr double kBlind = 4.0;                       // share of what drafts save that is lost behind n tokens alone, times sqrt(n)
+constexpr double kPiece = 64.0;                      // most tokens that rows catch up with in a step: CATCH_UP of own_cache.py
+constexpr double kBlind = 8.0;                       // share of what drafts save that is lost behind n tokens alone, times sqrt(n)
 constexpr double kTail = 64.0;                       // tokens of a prompt that are read, at least
 constexpr double kLevel = 0.15;                      // plain steps of its forward, until that is known
 constexpr double kUnreadLevel = 0.5;                 // most plain steps that a level counts as in such a step
@@ -140,34 +140,43 @@ void Policy::read() {
         if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;
         Asking& asking = asking_[step.kind.drafter];
         const double read = std::max(step.row->read, step.start), unread = step.view.context - read;
-        const double now = step.levels > 0 ? unread : std::min(unread, kPiece);
+        const double now = step.levels > 0 ? unread : std::min(unread, std::max(kPiece / std::max(asking.rows, 1), kUnread));
         step.row->start = step.start, step.row->read = step.levels > 0 ? step.view.context : read + now;
         asking.behind |= unread > kUnread;
         if (step.kind.reads && now > kUnread) asking.unread += now;
     }
 }
 
+// Of what drafts save once all before a token is read, the share that those save who know only what is behind `start`.
+double Policy::sees(double start, double end) { return start > 0 ? std::max(1.0 - kBlind / std::sqrt(end - start), 0.1) : 1.0; }
+
 Policy::Reading Policy::reading(const Kind& kind, double start, double read, double end, double said) const {
     const auto found = asking_.find(kind.drafter);
     double token = kLevel * costs_.among_many(), saves = kSaves;
+    bool known = false;  // what reading takes
     if (found != asking_.end()) {
         const Asking& asking = found->second;
         saves = asking.saves;
-        if (asking.token.measured())
+        known = asking.token.measured();
+        if (known)
             token = asking.token.median();
         else if (asking.at(1).measured())
             token = asking.at(1).median() * costs_.among_many();
     }
     const double left = std::min(static_cast<double>(kind.limit - kind.prompt) - said, std::max(answers_, said));
-    // Where drafts know but the last n tokens they save kBlind / sqrt(n) less, as a share: so many are worth most.
-    const auto saved = [&](double n) { return left * saves * std::max(1.0 - kBlind / std::sqrt(n) + kBlind / std::sqrt(end), 0.0); };
+    const auto from = [&](double first, double unread) { return Reading{first, unread * token, left * saves * sees(first, end)}; };
     const auto tail = [&](double n) { return std::min(std::max(std::floor(n), kTail), end); };
-    double n = tail(std::pow(left * saves * kBlind / (2.0 * token), 2.0 / 3.0));
-    if (read > start && saved(end - start) - (end - read) * token >= saved(n) - n * token)
-        return {start, (end - read) * token, saved(end - start)};
-    if (reading_ < 0.0) return {end - n, n * token, 0.0};
-    if (saved(n) < n * token) n = tail(reading_ / token);  // what the budget covers, to learn
-    return {end - n, n * token, std::max(saved(n), reading_)};
+    const auto worth = [](const Reading& reading) { return reading.may - reading.takes; };
+    const double n = tail(std::pow(left * saves * kBlind / (2.0 * token), 2.0 / 3.0));  // of so many more is gained than lost
+    Reading best = from(end - n, n);
+    const Reading on = from(start, end - read), all = start > 0 ? from(0.0, end) : on;
+    if (worth(on) > worth(best) && (known || read > start)) best = on;
+    if (worth(all) > worth(best) && known) best = all;
+    if (read > start && best.start == start) return best;  // it goes on
+    if (reading_ < 0.0) return {best.start, best.takes, 0.0};
+    if (!best.pays()) best = from(end - tail(reading_ / token), tail(reading_ / token));  // what the budget covers, to learn
+    best.may = std::max(best.may, reading_);
+    return best;
 }
 
 void Policy::has_read(int64_t row, double start, double read) {

@@ -227,8 +227,8 @@ def test_what_lookups_bring_pays_for_no_reading() -> None:
     for seed in range(3):
         run = Run("0.27", "often right", ("lookup", "network"), seed)
         read = [run.answer(2000, read=True) for _ in range(9)]
-        assert 0 < read[0] < 400
-        assert sum(read[1:]) < 600, "all of a prompt, now and then, when all that was accepted paid for it"
+        assert 0 < read[0] < 600
+        assert sum(read[1:]) < 800, "all of a prompt, now and then, when all that was accepted paid for it"
 
 
 class Fixed(Drafter):

@@ -98,7 +98,8 @@ def answered(
     policy: Driven, rng: np.random.Generator, words: Words, its: RowView, at: int, prompt: int, start: int = 0
 ) -> float:
     """Seconds of decoding ``words`` from ``at`` on, behind a prompt that the draft model has read from ``start`` on or,
-    where that is -1, lacks. Behind its last n tokens alone a share of 2 / sqrt(n) fewer are right."""
+    where that is -1, lacks. Behind its last n tokens alone a share of 3 / sqrt(n) fewer are right (the
+    demo model: 4 for summaries, 2.5 for questions over passages, 1.5 for code)."""
     begun, end, seconds, known = at, at + its.limit - prompt, 0.0, start >= 0
     while at < end:
         room, context = min(DEEPEST, end - at - 1), prompt + at - begun
@@ -118,7 +119,7 @@ def answered(
         width = int(kept.widths[0])
         gained = run_of_right(words, at, width)
         if start > 0:
-            lost = np.flatnonzero(rng.random(gained) < 2 / np.sqrt(context - start))
+            lost = np.flatnonzero(rng.random(gained) < 3 / np.sqrt(context - start))
             gained = int(lost[0]) if len(lost) else gained
         drafting, body = LEVEL * levels + reading, TARGET.width(1 + width)
         noise = np.exp(0.02 * rng.standard_normal(2))
@@ -144,8 +145,8 @@ READ, PROMPT, LONG, CHUNK = LEVEL / 8, TARGET.width(64) / 64, 2000, 512  # secon
 @pytest.mark.parametrize(
     ("kind", "answer", "decoding"),
     [
-        ("0.97, and says so", 16, 1.2), ("0.97, and says so", 48, 1.5), ("0.97, and says so", 200, 1.9),
-        ("0.97, and says 0.4", 48, 1.4), ("0.27, and knows where", 48, 0.95), ("never", 16, 0.9), ("never", 48, 0.95),
+        ("0.97, and says so", 16, 1.2), ("0.97, and says so", 48, 1.45), ("0.97, and says so", 200, 2.5),
+        ("0.97, and says 0.4", 48, 1.65), ("0.27, and knows where", 48, 0.95), ("never", 16, 0.9), ("never", 48, 0.95),
     ],
 )  # fmt: skip
 def test_behind_long_prompts_short_answers_gain_and_nothing_loses(kind: str, answer: int, decoding: float) -> None:

@@ -266,17 +266,17 @@ def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most(beside: 
         return step.reads(one)
 
     for number, (prompt, answer) in enumerate(
-        [(2000, 16), (2000, 48), (2000, 200), (5000, 200), (90, 200), (400, 256)]
+        [(2000, 32), (2000, 48), (2000, 200), (5000, 200), (90, 200), (400, 256)]
     ):
         found = prompt - begin(row(number, prompt, answer), prompt)
         n = np.arange(64, prompt + 1)
-        worth = answer * saves * (1 - 4 / np.sqrt(n) + 4 / np.sqrt(prompt)) - n * token
+        worth = answer * saves * np.where(n < prompt, 1 - 8 / np.sqrt(n), 1) - n * token
         assert found == pytest.approx(int(n[worth.argmax()]), abs=1)
-        assert (found == prompt) == (prompt == 90)
+        assert (found == prompt) == (prompt in (90, 400))
     whole, begun, late = (row(number, 2000, 48) for number in (10, 11, 12))
     start = begin(begun, 2000)
-    step.has_read([(begun, start, start + 100)], 60.0, 1.0)  # more than the budget
+    step.has_read([(begun, start, start + 100, 100)], 60.0, 1.0)  # more than the budget
     assert step.reads(begun) == start
     assert begin(late, 2000) == -1
-    step.has_read([(whole, 0, 1900)], 0.0, 1.0)
+    step.has_read([(whole, 0, 1900, 1900)], 0.0, 1.0)
     assert begin(whole, 2000) == 0

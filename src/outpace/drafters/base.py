@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -178,11 +178,11 @@ class Drafter:
     def observe(self, events: Sequence[Event]) -> None:
         """Learn from ``events``: called after every prefill chunk and every verdict."""
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Sequence[int]:
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Mapping[int, tuple[int, int]]:
         """``rows``: numbers, beginnings of prompts int32 [n], how many of these the target has just read, and
         ``RowView.start``. What is read now, no draft has to. Called where ``cost.reads``, and drafts are expected to
-        pay for it. The rows that were read."""
-        return ()
+        pay for it. Of each row that was read: how far, in its tokens, and how many of them now."""
+        return {}
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         """``ids`` int32 [n, needs.ranks]: what the target finds likeliest after each of ``row``'s verified ``tokens``

@@ -10,7 +10,7 @@ own q).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -174,9 +174,11 @@ class ComposedDrafter(Drafter):
             verdict = Verdict(verdict.tokens[: len(path) + 1], path)
         return event._replace(hidden_states=states, verdict=verdict)
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Sequence[int]:
-        read = [set(part.read_prompts(rows)) for part in self.parts if part.cost.reads]
-        return sorted(set.intersection(*read)) if read else ()
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Mapping[int, tuple[int, int]]:
+        read = [part.read_prompts(rows) for part in self.parts if part.cost.reads]
+        return (
+            {row: min(its[row] for its in read) for row in read[0] if all(row in its for its in read)} if read else {}
+        )
 
     def rank(self, row: int, tokens: I32, ids: I32) -> None:
         for part in self.parts:

@@ -166,7 +166,7 @@ class EngineOptions:
     max_rows: int = defined(16, "Requests that run at once.", Integer(1, remedy="give at least 1"))
     prefill_chunk: int = defined(512, "Prompt tokens a step.", Integer(1, remedy="give at least 1"))
     prefill_delay: float | None = defined(
-        None, "Seconds by which prompts may hold up rows that decode. None: any; 16 tokens go in any case.", _SECONDS
+        None, "Seconds by which prompts may hold up rows that decode. None: any; 4 tokens go in any case.", _SECONDS
     )
     step_stretch: float | None = defined(
         None, "How much longer than a plain step of its rows auto may make one with drafts in which several rows run.",

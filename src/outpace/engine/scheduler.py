@@ -20,7 +20,8 @@ from outpace.engine.sequence import Sequence
 from outpace.errors import MemoryLimitError
 from outpace.models.base import KVCache
 
-LEAST = 16  # prompt tokens a step: less would cost more than it gains
+LEAST = 4  # prompt tokens a step, beside rows that decode
+_AIM = 0.8  # of the seconds that it may: chunks take more now and then, and go by tiles of tokens
 _WEIGHT = 0.2  # of the newest measurement, where it says that things go faster than thought
 
 
@@ -45,7 +46,7 @@ class Pace:
             return self._most
         if self._token is None:
             return min(LEAST, self._most)
-        fits = self._seconds / self._token if self._token > 0 else self._most
+        fits = _AIM * self._seconds / self._token if self._token > 0 else self._most
         return int(min(max(fits // LEAST * LEAST, LEAST), self._most))
 
     def learn(self, tokens: int, decoding: bool, seconds: float) -> None:

@@ -451,9 +451,9 @@ def read_prompts(step: Step, body: float) -> float:
     for name, beginnings in found.items():
         begun = time.perf_counter()
         given = [(s.row, s.tokens[:end], new[s.row], start) for s, start, end in beginnings]
-        read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or ()
+        read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or {}
         seconds = time.perf_counter() - begun
-        has = [(s.native, start, end) for s, start, end in beginnings if s.native and s.row in read]
+        has = [(s.native, start, *read[s.row]) for s, start, _ in beginnings if s.native and s.row in read]
         rows.has_read(has, seconds, body)
         spent += seconds
     return spent

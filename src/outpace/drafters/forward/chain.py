@@ -50,8 +50,9 @@ class ChainDrafter(Drafter):
         self.cost = DraftCost(levels=name)
         self._vocab, self._own_vocab = vocab, own_vocab
 
-    def _begin(self, view: RowView) -> I32:
-        """Committed tokens int32 [n >= 1] that the row's cache lacks, the pending one last."""
+    def _begin(self, view: RowView, asked: int) -> I32:
+        """Committed tokens int32 [n >= 1] that the row's cache lacks, the pending one last. ``asked``: rows that
+        draft."""
         raise NotImplementedError
 
     def _fits(self, view: RowView, n: int) -> bool:
@@ -118,7 +119,11 @@ class ChainDrafter(Drafter):
         drafts, ends, paths = [Draft() for _ in rows], [-1] * b, [1.0] * b
         grown, forwards = [0] * b, np.zeros(b, np.int32)
         choosers = [view.chooser for view in rows]
-        feed = [self._begin(view) if most else np.zeros(0, np.int32) for view, most in zip(rows, deepest, strict=True)]
+        asked = sum(most > 0 for most in deepest)
+        feed = [
+            self._begin(view, asked) if most else np.zeros(0, np.int32)
+            for view, most in zip(rows, deepest, strict=True)
+        ]
         active = list(range(b))
         for depth in range(w):
             active = [i for i in active if deepest[i] > depth == grown[i] and self._fits(rows[i], len(feed[i]))]

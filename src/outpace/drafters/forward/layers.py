@@ -47,7 +47,7 @@ class LayersDrafter(ChainDrafter):
             for view in rows:
                 self._target.kv.truncate(view.row, len(view.tokens) - 1)
 
-    def _begin(self, view: RowView) -> I32:
+    def _begin(self, view: RowView, asked: int) -> I32:
         return view.tokens[-1:]
 
     def _fits(self, view: RowView, n: int) -> bool:

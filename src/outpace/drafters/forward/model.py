@@ -34,28 +34,27 @@ class ModelDrafter(ChainDrafter):
     def model(self) -> Model:
         return self._cache.model
 
-    def _begin(self, view: RowView) -> I32:
+    def _begin(self, view: RowView, asked: int) -> I32:
         """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
         where they are more than a forward takes, of which it has read the first now."""
         unread = self._cache.begin(view.row, view.tokens, view.start)
-        return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread)
+        return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread, asked)
 
     def _fits(self, view: RowView, n: int) -> bool:
         if not 0 < n <= self.model.info.max_length - self._cache.length(view.row):
             return False
         return int(view.tokens[-n:].max()) < self._own_vocab  # else the target said what this model cannot read
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
-        """Rows that lack more, that there is no room or memory for, or with tokens that the model lacks, are left to
-        drafts."""
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
+        """A row that lacks more is read a piece further. Those that there is no room or memory for, or with tokens that
+        the model lacks, are left to drafts."""
         fit = [
-            (row, tokens, start)
+            (row, tokens, start, new + CATCH_UP)
             for row, tokens, new, start in rows
-            if len(tokens) - max(self._cache.start(row) + self._cache.length(row), start) <= new + CATCH_UP
-            and len(tokens) - start < self.model.info.max_length
-            and tokens[start:].max() < self._own_vocab
+            if len(tokens) - start < self.model.info.max_length and tokens[start:].max() < self._own_vocab
         ]
-        return self._cache.read_beside(fit)
+        ends = {row: len(tokens) for row, tokens, _, _ in fit}
+        return {row: (ends[row] - left, read) for row, (left, read) in self._cache.read_beside(fit).items()}
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)

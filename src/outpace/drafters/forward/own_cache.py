@@ -16,7 +16,9 @@ from outpace.common.arrays import I32, common_prefix
 from outpace.errors import DrafterError, MemoryLimitError
 from outpace.models.base import Batch, Model, Output
 
-CATCH_UP = 512  # tokens of one row that are caught up with in one forward
+CATCH_UP = 64  # tokens that rows catch up with in a step, together: others that decode wait for it
+LEAST = 16  # of one row, at least
+PIECE = 512  # tokens of one row in one forward, at most
 
 
 class OwnCache:
@@ -41,28 +43,27 @@ class OwnCache:
         for all the last half of what it has room for."""
         return self._unread(row, tokens, start, len(tokens) - 1)
 
-    def catch_up(self, row: int, tokens: I32, unread: I32) -> I32:
-        """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than a forward takes. Then
-        the first of it are read now. A row that there is no memory for is released."""
-        if len(unread) <= CATCH_UP:
+    def catch_up(self, row: int, tokens: I32, unread: I32, rows: int) -> I32:
+        """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than one of so many ``rows``
+        reads in a step. Then the first of it are read now. A row that there is no memory for is released."""
+        most = max(CATCH_UP // rows, LEAST)
+        if len(unread) <= most:
             return unread
         try:
-            self.read({row: (tokens[: len(tokens) - len(unread) + CATCH_UP], self._rows.start(row))})
+            self.read({row: (tokens, self._rows.start(row), most)})
         except MemoryLimitError:
             self.release(row)
         return np.zeros(0, np.int32)
 
-    def read_beside(self, rows: Sequence[tuple[int, I32, int]]) -> list[int]:
-        """Read the tokens of some rows from a start on, as ``begin`` has them; the rows that there was memory for, from
-        the first on. The others are released."""
-        left = list(rows)
-        while left:
+    def read_beside(self, rows: Sequence[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
+        """As ``read`` does, the rows that there is memory for, from the first on. The others are released."""
+        fit = list(rows)
+        while fit:
             try:
-                self.read({row: (tokens, start) for row, tokens, start in left})
-                break
+                return self.read({row: (tokens, start, most) for row, tokens, start, most in fit})
             except MemoryLimitError:
-                self.release(left.pop()[0])
-        return [row for row, _, _ in left]
+                self.release(fit.pop()[0])
+        return {}
 
     def truncate(self, row: int, n: int) -> None:
         """Keep the first n positions of the row."""
@@ -78,11 +79,11 @@ class OwnCache:
         before = {row: len(self._rows.tokens(row)) for row in rows}
         left = list(tokens)
         try:
-            while any(len(rest) > CATCH_UP for rest in left):
-                long = [i for i, rest in enumerate(left) if len(rest) > CATCH_UP]
-                self._forward([rows[i] for i in long], [left[i][:CATCH_UP] for i in long], wanted=False)
+            while any(len(rest) > PIECE for rest in left):
+                long = [i for i, rest in enumerate(left) if len(rest) > PIECE]
+                self._forward([rows[i] for i in long], [left[i][:PIECE] for i in long], wanted=False)
                 for i in long:
-                    left[i] = left[i][CATCH_UP:]
+                    left[i] = left[i][PIECE:]
             output, batch = self._forward(rows, left, wanted=True)
         except BaseException:
             for row, count in before.items():
@@ -90,13 +91,18 @@ class OwnCache:
             raise
         return output, batch.starts[1:] - 1
 
-    def read(self, rows: Mapping[int, tuple[I32, int]]) -> None:
-        """Make each row's KV that of its tokens int32 [n] from a start on, of which it may have a beginning. What is
-        new goes through at most ``CATCH_UP`` tokens a row and forward. Raises MemoryLimitError."""
-        left = {row: self._unread(row, tokens, start, len(tokens)) for row, (tokens, start) in rows.items()}
-        while left := {row: rest for row, rest in left.items() if len(rest)}:
-            self._forward(list(left), [rest[:CATCH_UP] for rest in left.values()], wanted=False)
-            left = {row: rest[CATCH_UP:] for row, rest in left.items()}
+    def read(self, rows: Mapping[int, tuple[I32, int, int]]) -> dict[int, tuple[int, int]]:
+        """Make each row's KV that of its tokens int32 [n] from a start on, of which it may have a beginning, with no
+        more than so many new ones. How many are left, and how many were read. Raises MemoryLimitError."""
+        found, new = dict[int, tuple[int, int]](), dict[int, I32]()
+        for row, (tokens, start, most) in rows.items():
+            unread = self._unread(row, tokens, start, len(tokens))
+            new[row] = unread[:most]
+            found[row] = len(unread) - len(new[row]), len(new[row])
+        while new := {row: rest for row, rest in new.items() if len(rest)}:
+            self._forward(list(new), [rest[:PIECE] for rest in new.values()], wanted=False)
+            new = {row: rest[PIECE:] for row, rest in new.items()}
+        return found
 
     def _forward(
         self, rows: Sequence[int], tokens: Sequence[I32], *, wanted: bool, **inputs: Any
@@ -182,7 +188,9 @@ class OwnCache:
         that is not native."""
         if self.model.native is None:
             return None
-        return _fast.native.ModelDrafter(self.model.native, self._rows, vocab, self.model.info.max_length, CATCH_UP)
+        return _fast.native.ModelDrafter(
+            self.model.native, self._rows, vocab, self.model.info.max_length, CATCH_UP, LEAST
+        )
 
     @property
     def bytes(self) -> int:

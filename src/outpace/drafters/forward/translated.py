@@ -206,20 +206,23 @@ class TranslatedDrafter(ChainDrafter):
         row.request = view.request
         return row
 
-    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> list[int]:
-        """Rows that lack more, or for whose text from the start on the draft model has no room, are left to drafts."""
-        found: list[tuple[int, I32, int]] = []
+    def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
+        """A row that lacks more is read a piece further. Those for whose text from the start on the draft model has no
+        room are left to drafts."""
+        found: list[tuple[int, I32, int, int]] = []
         for number, tokens, new, start in rows:
             row = self._rows.setdefault(number, _Row(_UNNAMED, SyncedText(self._target, self._own)))
-            if row.text.count > len(tokens) or len(tokens) - max(row.text.count, start) > new + CATCH_UP:
+            if row.text.count > len(tokens):
                 continue
             row.text.read(tokens)
             place = row.text.place(start)
             if 0 < len(row.text.ids) - place <= self._cache.model.info.max_length - SLACK:
-                found.append((number, np.array(row.text.ids, np.int32), place))
-        return self._cache.read_beside(found)
+                found.append((number, np.array(row.text.ids, np.int32), place, new + CATCH_UP))
+        ends = {row: (len(tokens), start) for row, tokens, _, start in rows}
+        read = self._cache.read_beside(found)  # in its own tokens, of which a text has about as many
+        return {row: (max(ends[row][0] - left, ends[row][1]), new) for row, (left, new) in read.items()}
 
-    def _begin(self, view: RowView) -> I32:
+    def _begin(self, view: RowView, asked: int) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
         row.text.read(view.tokens)
         start = row.text.place(view.start)
@@ -228,7 +231,7 @@ class TranslatedDrafter(ChainDrafter):
             row.text.shorten(room // 2)
             start = row.text.place(view.start)
         ids = np.array(row.text.ids, np.int32)
-        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start)) if len(ids) else ids
+        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start), asked) if len(ids) else ids
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)

@@ -346,7 +346,7 @@ class LearnedDrafter(ChainDrafter):
         used = len(view.tokens) if network.eager else entries.read(row) + entries.waiting(row)
         return entries.end(row) > 0 and used + more <= network.max_length
 
-    def _begin(self, view: RowView) -> I32:
+    def _begin(self, view: RowView, asked: int) -> I32:
         eager = self._network.eager
         if not self._ready(view, view.depth or 1 if eager else 1):
             return np.zeros(0, np.int32)
