@@ -152,7 +152,7 @@ std::unique_ptr<Result> ModelDrafter::feed(std::vector<Chain>& chains) {
     return nullptr;
 }
 
-// Feeds what is left of every row, or (`last` false) a piece of those that have more than a forward takes.
+// Feeds what is left of every row, or (`last` false) a piece of each.
 std::unique_ptr<Result> ModelDrafter::forward(std::vector<Chain>& chains, bool last) {
     std::vector<int32_t> token, row, position, parent, starts{0}, wanted;
     const auto count = [&](const Chain& chain) { return last ? chain.left : piece_; };

@@ -140,10 +140,10 @@ void Policy::read() {
         if (!step.row || step.kind.levels < 0 || !step.nodes || (step.kind.reads ? step.planned : step.levels) <= 0) continue;
         Asking& asking = asking_[step.kind.drafter];
         const double read = std::max(step.row->read, step.start), unread = step.view.context - read;
-        const double now = step.levels > 0 ? unread : std::min(unread, std::max(kPiece / std::max(asking.rows, 1), kUnread));
+        const double now = step.levels > 0 ? unread : std::min(unread, std::max(std::floor(kPiece / std::max(asking.rows, 1)), kUnread));
         step.row->start = step.start, step.row->read = step.levels > 0 ? step.view.context : read + now;
         asking.behind |= unread > kUnread;
-        if (step.kind.reads && now > kUnread) asking.unread += now;
+        if (step.kind.reads && unread > kUnread) asking.unread += now;
     }
 }
 
@@ -172,7 +172,8 @@ Policy::Reading Policy::reading(const Kind& kind, double start, double read, dou
     const Reading on = from(start, end - read), all = start > 0 ? from(0.0, end) : on;
     if (worth(on) > worth(best) && (known || read > start)) best = on;
     if (worth(all) > worth(best) && known) best = all;
-    if (read > start && best.start == start) return best;  // it goes on
+    // What was begun goes on, and never from earlier on: its drafter keeps where it began.
+    if (read > start && (best.start <= start || reading_ < 0.0)) return on;
     if (reading_ < 0.0) return {best.start, best.takes, 0.0};
     if (!best.pays()) best = from(end - tail(reading_ / token), tail(reading_ / token));  // what the budget covers, to learn
     best.may = std::max(best.may, reading_);

@@ -42,8 +42,10 @@ def bpe(kind: str) -> Tokenizer:
 class Speller(ToyModel):
     """Says ``said`` over and over in a tokenizer's ids, but for every ``slip``-th token, which is a hash's."""
 
-    def __init__(self, tokenizer: Tokenizer, said: str, slip: int = 5, sure: float = 20, **options: Any) -> None:
-        super().__init__(EOS + 1, **options)
+    def __init__(
+        self, tokenizer: Tokenizer, said: str, slip: int = 5, sure: float = 20, vocab: int = EOS + 1, **options: Any
+    ) -> None:
+        super().__init__(vocab, **options)
         self._cycle = tokenizer.encode(said).tolist()
         self._slip, self._sure = slip, sure
 
@@ -234,6 +236,28 @@ def test_a_prompt_is_read_beside_the_target_s_as_far_back_as_the_answer_pays_for
     assert max(np.diff(lengths[200])) < 2 * 64, "never more than a chunk's text in a step"
     assert max(lengths[2]) == 0, "nothing pays for so short an answer"
     assert 30 < lengths[40][chunks] < lengths[200][chunks] <= len(bpe("b").encode(SAID * 40))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_draft_model_whose_ids_are_short_reads_as_much_text_as_the_target(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has six ids for each of the target's: beside a chunk it reads all of the chunk's text."""
+    said, merges = " theklmno", ["Ġ t", "h e", "Ġt he", "Ġthe k", "Ġthek l", "Ġthekl m", "Ġtheklm n", "Ġtheklmn o"]
+    monkeypatch.setitem(MERGES, "long", merges)
+    tokenizer, lengths = bpe("long"), list[tuple[int, int]]()
+    target, draft = (Speller(bpe(kind), said, 10**9, vocab=300, max_length=4096) for kind in ("long", "b"))
+    own = TranslatedDrafter(draft, bpe("b"), "model:toy", tokenizer, 300)
+    assert len(tokenizer.encode(said * 200)) == 200
+    with Engine(
+        target, tokenizer, drafter=own, size=16, prefill_chunk=64, prefix_rows=0,
+        on_step=lambda _: lengths.append((own._cache.length(0), len(own._rows[0].text.ids) if 0 in own._rows else 0)),
+    ) as engine:  # fmt: skip
+        prompt, params = tokenizer.encode(said * 200).tolist(), SamplingParams(max_tokens=40, ignore_eos=True)
+        results = engine.generate_many([prompt[row:] for row in range(rows)], params)
+    assert lengths[0] == (lengths[0][1], lengths[0][1])
+    for result in results:
+        assert sum(source != "target" for source in result.sources) > 15
 
 
 @pytest.mark.parametrize("beside", [True, False])

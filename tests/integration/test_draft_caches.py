@@ -5,27 +5,30 @@ On tiny random models of both backends. What a cache holds is judged by what is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from outpace import Engine, SamplingParams
+from outpace.common.arrays import I32
 from outpace.control.cost import Cost
-from outpace.drafters.base import RowView
+from outpace.drafters.base import DraftCost, Drafter, RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward import own_cache
 from outpace.drafters.forward.model import ModelDrafter
 from outpace.drafters.forward.own_cache import CATCH_UP, PIECE, OwnCache
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
+from outpace.exact.drafts import Draft, Drafts
 from outpace.exact.noise import Noise
 from outpace.exact.sampling import Chooser
 from outpace.params import Acceptance
 from tests.by_hand import PROMPTS, answers
 from tests.integration.conftest import SIZES, VOCAB, Load
 from tests.native.native_helpers import Tiny
-from tests.toy import ToyTokenizer
+from tests.toy import ToyModel, ToyTokenizer
 
 
 def view(row: int, tokens: list[int], request: int = 0) -> RowView:
@@ -438,3 +441,22 @@ def test_a_row_from_the_middle_on_is_one_that_begins_there(tiny: Tiny) -> None:
         for row in (100, 101):
             assert drafted(own, row, other, 320) == drafted(fresh, 50 + row, other, 350 if row == 100 else 320)
         own.check([0, 100, 101])
+
+
+@pytest.mark.parametrize("returned", [[0], {0: 5}, {0: (1, 2, 3)}, {0: (10**6, 1)}, {7: (1, 1)}, 5])
+def test_a_drafter_that_says_wrongly_what_it_has_read_loses_its_rows_alone(returned: Any) -> None:
+    class Reader(Drafter):
+        name, cost = "reader", DraftCost(levels="reader", nodes=True, reads=True)
+
+        def propose(self, rows: Sequence[RowView], sizes: I32) -> Drafts:
+            return Drafts.of([Draft() for _ in rows], ("reader",))
+
+        def read_prompts(self, rows: Sequence[tuple[int, I32, int, int]]) -> Any:
+            return returned
+
+    with Engine(ToyModel(6, max_length=100), drafter=Reader(), size=4) as engine:
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        plain = engine.generate([1, 2, 3] * 4, params, drafter=False)
+        result = engine.generate([1, 2, 3] * 4, params)
+        assert result.token_ids == plain.token_ids
+        assert any("the drafter reader failed" in note for note in result.notes)

@@ -14,7 +14,7 @@ from outpace.common.arrays import F64
 from outpace.control.cost import Cost
 from outpace.drafters.base import DraftCost, RowView
 from outpace.exact.drafts import Draft, Drafts
-from tests.simulated import Driven, verdicts, view
+from tests.simulated import Driven, chains, verdicts, view
 
 TARGET = Cost((1, 2, 4, 8, 16, 32, 64), (28e-3, 29e-3, 32e-3, 41e-3, 66e-3, 125e-3, 240e-3))
 LEVEL, DEEPEST, ANSWER = 4e-3, 15, 100
@@ -167,3 +167,22 @@ def test_behind_long_prompts_short_answers_gain_and_nothing_loses(kind: str, ans
             plainly += answer * TARGET.width(1)
     assert plainly / drafted > decoding
     assert (plainly + 72 * PROMPT * LONG) / whole > (1.0 if decoding > 1 else 0.99)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+def test_what_catching_up_takes_is_paid_for_in_a_batch_of_any_size(rows: int) -> None:
+    """Where each row reads 16 tokens a step, too: three times as dear as thought, it leaves nothing for a prompt."""
+    policy, piece = Driven(TARGET), max(64 // rows, 16)
+    policy.prompts.update({**dict.fromkeys(range(rows), 400), 20: LONG})
+    net = DraftCost("net", nodes=True, reads=True)
+    views = [view(row, row, cost=net)._replace(limit=1400) for row in range(rows)]
+    reads = 0
+    for step in range(9):
+        sizes = policy.plan(views, [5] * rows, [400 + step] * rows)
+        reads += sizes.levels[0] > 0
+        none = chains([0] * rows, [0.5] * rows, "net")
+        policy.trim(replace(none, levels=np.zeros(rows, np.int32)))
+        took = 3 * READ * piece * sum(levels > 0 for levels in sizes.levels)
+        policy.learn(verdicts([0] * rows), 5e-5 + took, TARGET.width(rows))
+    assert reads > 5
+    assert policy.read(view(20, 20, cost=net)._replace(limit=LONG + 48), 0, LONG - 1, READ, PROMPT * LONG)[0] == -1

@@ -280,3 +280,15 @@ def test_a_draft_model_reads_as_much_of_a_prompt_s_end_as_is_worth_most(beside: 
     assert begin(late, 2000) == -1
     step.has_read([(whole, 0, 1900, 1900)], 0.0, 1.0)
     assert begin(whole, 2000) == 0
+
+
+def test_a_prompt_that_was_begun_is_read_to_its_end_once_reading_turns_out_cheap() -> None:
+    """Then all of it would be worth more, but its drafter has what it began with, and the budget covers no other."""
+    cost = Cost((1, 2, 4, 8, 16, 32, 64), (28e-3, 29e-3, 32e-3, 41e-3, 66e-3, 125e-3, 240e-3))
+    policy = Driven(cost)
+    policy.prompts[0] = 2000
+    its = view(0, cost=DraftCost("net", nodes=True, reads=True))._replace(limit=2200)
+    found = [policy.read(its, at, min(128, 1999 - at), 0.004 * 28e-3, 128 * 240e-3 / 64) for at in range(0, 1999, 128)]
+    (start,) = {start for start, _ in found}
+    assert start > 64
+    assert sum(new for _, new in found[:-1]) + found[-1][1] == 1999 - start

@@ -12,6 +12,7 @@ touches little.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import numpy as np
 from outpace import _fast
 from outpace.common.arrays import F64, I32
 from outpace.control.adaptive import Decision
-from outpace.drafters.base import Event
+from outpace.drafters.base import Drafter, Event
 from outpace.engine.core import Core
 from outpace.engine.explained import Explained, explained, numbered_as_proposed
 from outpace.engine.request import ChunkRecord, RowRecord, StepRecord
@@ -31,7 +32,7 @@ from outpace.engine.scheduler import Plan
 from outpace.engine.sequence import Extension, Sequence
 from outpace.engine.statistics import Clock, Counted
 from outpace.engine.walk import Walk
-from outpace.errors import MemoryLimitError, ParameterError, RuleError
+from outpace.errors import DrafterError, MemoryLimitError, ParameterError, RuleError
 from outpace.exact.drafts import Draft, Drafts, Verdict
 from outpace.exact.rules import forced, pruned
 from outpace.exact.sampling import TokenLogprob
@@ -451,12 +452,25 @@ def read_prompts(step: Step, body: float) -> float:
     for name, beginnings in found.items():
         begun = time.perf_counter()
         given = [(s.row, s.tokens[:end], new[s.row], start) for s, start, end in beginnings]
-        read = drafting.attempt(name, [s for s, _, _ in beginnings], drafting.drafters[name].read_prompts, given) or {}
+        read = drafting.attempt(name, [s for s, _, _ in beginnings], _reading(drafting.drafters[name]), given) or {}
         seconds = time.perf_counter() - begun
         has = [(s.native, start, *read[s.row]) for s, start, _ in beginnings if s.native and s.row in read]
         rows.has_read(has, seconds, body)
         spent += seconds
     return spent
+
+
+def _reading(drafter: Drafter) -> Callable[[list[tuple[int, I32, int, int]]], dict[int, tuple[int, int]]]:
+    """Its ``read_prompts``, which raises where what it returns is not what it should: only its rows lose by that."""
+
+    def read(rows: list[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
+        found = {row: (int(end), int(count)) for row, (end, count) in drafter.read_prompts(rows).items()}
+        lengths = {row: len(tokens) for row, tokens, _, _ in rows}
+        if any(not 0 <= end <= lengths.get(row, -1) or count < 0 for row, (end, count) in found.items()):
+            raise DrafterError(f"read_prompts returned {found} for rows of {lengths} tokens")
+        return found
+
+    return read
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:

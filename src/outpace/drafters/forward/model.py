@@ -36,7 +36,7 @@ class ModelDrafter(ChainDrafter):
 
     def _begin(self, view: RowView, asked: int) -> I32:
         """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
-        where they are more than a forward takes, of which it has read the first now."""
+        where they are more than the row may catch up with in a step, of which it has read the first now."""
         unread = self._cache.begin(view.row, view.tokens, view.start)
         return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread, asked)
 

@@ -6,6 +6,7 @@ verdict, including full acceptance, whoever drafted the tokens, and after a call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,11 @@ class OwnCache:
         for all the last half of what it has room for."""
         return self._unread(row, tokens, start, len(tokens) - 1)
 
-    def catch_up(self, row: int, tokens: I32, unread: I32, rows: int) -> I32:
+    def catch_up(self, row: int, tokens: I32, unread: I32, rows: int, each: float = 1.0) -> I32:
         """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than one of so many ``rows``
-        reads in a step. Then the first of it are read now. A row that there is no memory for is released."""
-        most = max(CATCH_UP // rows, LEAST)
+        reads in a step. Then the first of it are read now. A row that there is no memory for is released. ``each``: of
+        these ids for one of the target's, so that a row reads more than a step adds."""
+        most = math.ceil(max(CATCH_UP // rows, LEAST) * each)
         if len(unread) <= most:
             return unread
         try:

@@ -63,6 +63,11 @@ class SyncedText:
         """Tokens that were read."""
         return self._read
 
+    @property
+    def ids_each(self) -> float:
+        """Ids for a token, on average, of those that were read."""
+        return (len(self.ids) + self._forgotten) / self._read if self._read else 1.0
+
     def place(self, token: int) -> int:
         """About where among ``ids`` the text of the token of that number is; 0 where it is forgotten."""
         every = len(self.ids) + self._forgotten
@@ -217,10 +222,14 @@ class TranslatedDrafter(ChainDrafter):
             row.text.read(tokens)
             place = row.text.place(start)
             if 0 < len(row.text.ids) - place <= self._cache.model.info.max_length - SLACK:
-                found.append((number, np.array(row.text.ids, np.int32), place, new + CATCH_UP))
-        ends = {row: (len(tokens), start) for row, tokens, _, start in rows}
-        read = self._cache.read_beside(found)  # in its own tokens, of which a text has about as many
-        return {row: (max(ends[row][0] - left, ends[row][1]), new) for row, (left, new) in read.items()}
+                most = math.ceil((new + CATCH_UP) * row.text.ids_each)
+                found.append((number, np.array(row.text.ids, np.int32), place, most))
+        given = {row: (len(tokens), start, self._rows[row].text.ids_each) for row, tokens, _, start in rows}
+        counts = dict[int, tuple[int, int]]()
+        for number, (left, new) in self._cache.read_beside(found).items():  # in its own ids
+            end, start, each = given[number]
+            counts[number] = max(end - math.ceil(left / each), start), round(new / each)
+        return counts
 
     def _begin(self, view: RowView, asked: int) -> I32:
         row, room = self._rows[view.row], self._cache.model.info.max_length
@@ -231,7 +240,10 @@ class TranslatedDrafter(ChainDrafter):
             row.text.shorten(room // 2)
             start = row.text.place(view.start)
         ids = np.array(row.text.ids, np.int32)
-        return self._cache.catch_up(view.row, ids, self._cache.begin(view.row, ids, start), asked) if len(ids) else ids
+        if not len(ids):
+            return ids
+        unread = self._cache.begin(view.row, ids, start)
+        return self._cache.catch_up(view.row, ids, unread, asked, row.text.ids_each)
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
