@@ -1,8 +1,12 @@
 """What all tests need."""
 
+import os
 import signal
 
 import pytest
+
+# Two processes of tests on two cores, whose torch would start two threads each: a third of the time, they would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

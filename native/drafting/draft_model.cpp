@@ -96,9 +96,9 @@ void ModelDrafter::grow(Chain& chain) const {
 void ModelDrafter::read_behind(std::vector<Chain>& chains) {
     std::vector<Chain> behind;
     for (const Chain& chain : chains)
-        if (chain.left > piece_) behind.push_back(chain);
+        if (chain.left > piece(chain)) behind.push_back(chain);
     if (behind.empty()) return;
-    chains.erase(std::remove_if(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > piece_; }), chains.end());
+    chains.erase(std::remove_if(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > piece(chain); }), chains.end());
     std::lock_guard<std::mutex> lock(model_->lock());
     while (!behind.empty()) {
         try {
@@ -155,7 +155,7 @@ std::unique_ptr<Result> ModelDrafter::feed(std::vector<Chain>& chains) {
 // Feeds what is left of every row, or (`last` false) a piece of each.
 std::unique_ptr<Result> ModelDrafter::forward(std::vector<Chain>& chains, bool last) {
     std::vector<int32_t> token, row, position, parent, starts{0}, wanted;
-    const auto count = [&](const Chain& chain) { return last ? chain.left : piece_; };
+    const auto count = [&](const Chain& chain) { return last ? chain.left : piece(chain); };
     for (const Chain& chain : chains) {
         const auto n = static_cast<int32_t>(count(chain)), first = static_cast<int32_t>(chain.row->fed.size());
         for (int32_t k = 0; k < n; ++k)

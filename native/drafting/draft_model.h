@@ -54,7 +54,9 @@ private:
         double chance = 0.0, near = 0.0;  // theirs
     };
     Chain begin(const Asked& asked, Draft& tree);
-    // Rows that lack more than `piece_` read as much; they draft in a later step.
+    // What a row reads in a step, at most. Where its size is fixed nobody asked for short steps.
+    size_t piece(const Chain& chain) const { return chain.asked->adaptive ? piece_ : kFixed * catch_up_; }
+    // Rows that lack more than a piece read as much; they draft in a later step.
     void read_behind(std::vector<Chain>& chains);
     std::unique_ptr<Result> feed(std::vector<Chain>& chains);
     std::unique_ptr<Result> forward(std::vector<Chain>& chains, bool last);
@@ -66,7 +68,8 @@ private:
     const std::shared_ptr<DraftRows> rows_;
     const int vocab_;
     const size_t max_length_, catch_up_, least_;
-    size_t piece_ = 0;  // most tokens of a row that are read in this step
+    static constexpr size_t kFixed = 8;
+    size_t piece_ = 0;  // most tokens of an adaptive row that are read in this step
 };
 
 }  // namespace outpace

@@ -250,7 +250,7 @@ void Policy::plan_levels(const std::vector<size_t>& beside) {
     }
     for (const size_t i : beside.empty() ? rows : beside) {
         Step& step = steps_[i];
-        asking_[step.kind.drafter].saved = (1.0 / without - 1.0 / fastest) / sees(step.start, step.view.context);
+        asking_[step.kind.drafter].saved = std::min((1.0 / without - 1.0 / fastest) / sees(step.start, step.view.context), 1.0 / without);
         if (beside.empty() || step.tried) continue;
         step.levels = std::min(step.levels, drafters[step.kind.drafter].chosen);
         if (!step.levels) step.planned = 0;

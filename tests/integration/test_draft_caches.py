@@ -18,7 +18,7 @@ from outpace.drafters.base import DraftCost, Drafter, RowView
 from outpace.drafters.composed import ComposedDrafter
 from outpace.drafters.forward import own_cache
 from outpace.drafters.forward.model import ModelDrafter
-from outpace.drafters.forward.own_cache import CATCH_UP, PIECE, OwnCache
+from outpace.drafters.forward.own_cache import PIECE, OwnCache
 from outpace.drafters.lookup.ngram import NgramDrafter
 from outpace.drafters.none import NoDrafter
 from outpace.exact.drafts import Draft, Drafts
@@ -159,7 +159,7 @@ def test_native_chains_are_those_of_python(tiny: Tiny, vocab: int) -> None:
         return ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2, "vocab": vocab}), "model", VOCAB)
 
     rng, native, python = np.random.default_rng(4), draft_model(), draft_model()
-    rows = [rng.integers(0, 10, n).tolist() for n in (1, 7, 2 * (CATCH_UP // 3) + 3)]
+    rows = [rng.integers(0, 10, n).tolist() for n in (1, 7, 2 * PIECE + 3)]
     for step in range(4):
         sizes = [5, 1 + step, 3 * (step > 0)]  # two calls read the long row
         drafts = python.propose(

@@ -222,6 +222,7 @@ def test_sampled_tokens_follow_torchs_seed(patched: Any) -> None:
     assert not torch.equal(found[0][0], found[0][1])
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_distributed_as_the_models_own(patched: Any) -> None:
     draws = 3000
     torch.manual_seed(5)

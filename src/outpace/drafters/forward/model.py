@@ -38,7 +38,7 @@ class ModelDrafter(ChainDrafter):
         """Roll the row back to what is committed, and return the committed tokens it has not seen, at least one; none
         where they are more than the row may catch up with in a step, of which it has read the first now."""
         unread = self._cache.begin(view.row, view.tokens, view.start)
-        return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view.row, view.tokens, unread, asked)
+        return unread if unread.max() >= self._own_vocab else self._cache.catch_up(view, view.tokens, unread, asked)
 
     def _fits(self, view: RowView, n: int) -> bool:
         if not 0 < n <= self.model.info.max_length - self._cache.length(view.row):

@@ -14,12 +14,13 @@ import numpy as np
 
 from outpace import _fast
 from outpace.common.arrays import I32, common_prefix
+from outpace.drafters.base import RowView
 from outpace.errors import DrafterError, MemoryLimitError
 from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 64  # tokens that rows catch up with in a step, together: others that decode wait for it
 LEAST = 16  # of one row, at least
-PIECE = 512  # tokens of one row in one forward, at most
+PIECE = 8 * CATCH_UP  # tokens of one row in one forward, at most; a row whose size is fixed catches up with as many
 
 
 class OwnCache:
@@ -44,17 +45,17 @@ class OwnCache:
         for all the last half of what it has room for."""
         return self._unread(row, tokens, start, len(tokens) - 1)
 
-    def catch_up(self, row: int, tokens: I32, unread: I32, rows: int, each: float = 1.0) -> I32:
+    def catch_up(self, view: RowView, tokens: I32, unread: I32, rows: int, each: float = 1.0) -> I32:
         """What is left to feed of ``unread``, which ``begin`` gave: none where it is more than one of so many ``rows``
         reads in a step. Then the first of it are read now. A row that there is no memory for is released. ``each``: of
         these ids for one of the target's, so that a row reads more than a step adds."""
-        most = math.ceil(max(CATCH_UP // rows, LEAST) * each)
+        most = math.ceil((max(CATCH_UP // rows, LEAST) if view.adaptive else PIECE) * each)
         if len(unread) <= most:
             return unread
         try:
-            self.read({row: (tokens, self._rows.start(row), most)})
+            self.read({view.row: (tokens, self._rows.start(view.row), most)})
         except MemoryLimitError:
-            self.release(row)
+            self.release(view.row)
         return np.zeros(0, np.int32)
 
     def read_beside(self, rows: Sequence[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:

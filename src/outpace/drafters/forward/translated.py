@@ -243,7 +243,7 @@ class TranslatedDrafter(ChainDrafter):
         if not len(ids):
             return ids
         unread = self._cache.begin(view.row, ids, start)
-        return self._cache.catch_up(view.row, ids, unread, asked, row.text.ids_each)
+        return self._cache.catch_up(view, ids, unread, asked, row.text.ids_each)
 
     def _fits(self, view: RowView, n: int) -> bool:
         return 0 < n <= self._cache.model.info.max_length - self._cache.length(view.row)
