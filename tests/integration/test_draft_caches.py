@@ -289,6 +289,25 @@ def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None
     assert [tokens for tokens, *_ in tight.native.trees(asked[2:])] == expected[2:]
 
 
+def test_a_row_of_a_fixed_size_catches_up_at_once_and_an_adaptive_one_in_pieces(tiny: Tiny) -> None:
+    """Natively and in Python, until both draft."""
+    text = np.random.default_rng(1).integers(0, 10, 400).tolist()
+    for native in (True, False):
+        found = {}
+        for adaptive in (True, False):
+            own = ModelDrafter(tiny.load("F32", sizes=SIZES | {"layers": 2}), "model", VOCAB)
+            if not native:
+                own.native = None
+            drafter = ComposedDrafter([NgramDrafter(60, 61), own])
+            asked, calls = view(0, text)._replace(adaptive=adaptive), 0
+            while not (tokens := drafter.propose([asked], np.array([4], np.int32)).row(0).tokens):
+                calls += 1
+            found[adaptive] = calls, tokens
+        assert found[False][0] == 0
+        assert found[True][0] == 400 // own_cache.CATCH_UP
+        assert found[True][1][0] == found[False][1][0]
+
+
 @pytest.mark.parametrize("composed", [False, True])
 def test_prompts_are_read_beside_the_target_s_as_far_back_as_the_answer_pays_for(tiny: Tiny, composed: bool) -> None:
     """No step reads more than the target's own chunk or one piece, the longer an answer is the further back, a short

@@ -269,6 +269,21 @@ def test_prefill_keeps_its_pace_beside_rows_that_decode(each: float) -> None:
     assert Pace(512, None).budget(decoding=True) == 512
 
 
+@pytest.mark.parametrize("plain", [0, 5])  # steps without chunks before
+def test_what_a_chunk_takes_in_any_case_does_not_keep_chunks_small(plain: int) -> None:
+    """Steps of 30 ms, 10 ms more with a chunk, 0.1 ms a token: some 60 fit into 20 ms."""
+    pace, counts = Pace(512, 0.02), list[int]()
+    for _ in range(plain):
+        pace.learn(0, True, 0.03)
+    if not plain:  # a prompt alone says what its tokens take
+        pace.learn(512, False, 0.01 + 512 * 1e-4)
+    for _ in range(60):
+        counts.append(pace.budget(decoding=True))
+        pace.learn(counts[-1], True, 0.04 + counts[-1] * 1e-4)
+    assert max(counts) <= 150
+    assert 50 < counts[-1] < 150
+
+
 @pytest.mark.parametrize(("delay", "beside"), [(None, [99]), (1e-12, [LEAST] * 24 + [3])])
 def test_an_engine_holds_prompts_to_their_pace_beside_rows_that_decode(delay: float | None, beside: list[int]) -> None:
     counts: list[int] = []
