@@ -22,8 +22,7 @@ from outpace.models.base import KVCache
 
 LEAST = 4  # prompt tokens a step, beside rows that decode
 _AIM = 0.8  # of the seconds that it may: chunks take more now and then, and go by tiles of tokens
-_GROWS = 4.0  # times as many, at most: others may not cost what so few did
-_WEIGHT = 0.2  # of the newest measurement, where it says that more fit
+_WEIGHT = 0.2  # of the newest measurement, where it says that things go faster than thought
 
 
 class Pace:
@@ -31,21 +30,24 @@ class Pace:
 
     ``most``: tokens a step; ``seconds``: that a prefill may add to a step in which rows decode (None: any).
 
-    How many fit is measured: so many as a step had, times the seconds that it may over those that it took beyond steps
-    without chunks. Fewer are believed at once, more slowly.
+    What a token costs is measured: what steps with chunks take beyond those without, over their tokens. A cost that
+    rises is believed at once, one that falls slowly.
     """
 
     def __init__(self, most: int, seconds: float | None) -> None:
         self._most, self._seconds = most, seconds
         self.bounded = seconds is not None  # whether it learns
         self._plain: float | None = None  # seconds of a step without chunks
-        self._fits: float | None = None  # tokens
+        self._token: float | None = None  # seconds of a prompt's token
 
     def budget(self, decoding: bool) -> int:
         """Prompt tokens of the next step. ``decoding``: whether rows decode in it."""
         if not decoding or self._seconds is None:
             return self._most
-        return int(min(max(self._fits or LEAST, LEAST), self._most))
+        if self._token is None:
+            return min(LEAST, self._most)
+        fits = _AIM * self._seconds / self._token if self._token > 0 else self._most
+        return int(min(max(fits // LEAST * LEAST, LEAST), self._most))
 
     def learn(self, tokens: int, decoding: bool, seconds: float) -> None:
         """A step with so many prompt ``tokens`` took ``seconds``."""
@@ -56,10 +58,9 @@ class Pace:
             return
         if decoding and self._plain is None:  # nothing to compare with
             return
-        added = seconds - (self._plain or 0.0) if decoding else seconds
-        fits = tokens * min(_AIM * self._seconds / max(added, 1e-9), _GROWS)
-        fewer = self._fits is None or fits < self._fits
-        self._fits = fits if fewer else (self._fits or 0.0) + _WEIGHT * (fits - (self._fits or 0.0))
+        each = max(seconds - (self._plain or 0.0) if decoding else seconds, 0.0) / tokens
+        slower = self._token is None or each > self._token
+        self._token = each if slower else (self._token or 0.0) + _WEIGHT * (each - (self._token or 0.0))
 
 
 def shares(wanted: SequenceOf[tuple[str, int]], owners: int, budget: int) -> list[int]:
