@@ -269,15 +269,6 @@ def test_prefill_keeps_its_pace_beside_rows_that_decode(each: float) -> None:
     assert Pace(512, None).budget(decoding=True) == 512
 
 
-def test_prompts_that_come_before_any_step_without_chunks_go_at_the_pace_of_one_alone() -> None:
-    """Steps of 30 ms without chunks, of which none was seen, and 0.1 ms a token, which a prompt alone has shown."""
-    pace = Pace(512, 0.02)
-    pace.learn(512, False, 512 * 1e-4)
-    for _ in range(20):
-        assert pace.budget(decoding=True) in (156, 160)
-        pace.learn(156, True, 0.03 + 156 * 1e-4)
-
-
 @pytest.mark.parametrize(("delay", "beside"), [(None, [99]), (1e-12, [LEAST] * 24 + [3])])
 def test_an_engine_holds_prompts_to_their_pace_beside_rows_that_decode(delay: float | None, beside: list[int]) -> None:
     counts: list[int] = []

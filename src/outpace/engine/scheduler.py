@@ -37,7 +37,7 @@ class Pace:
     def __init__(self, most: int, seconds: float | None) -> None:
         self._most, self._seconds = most, seconds
         self.bounded = seconds is not None  # whether it learns
-        self._plain: float | None = None  # seconds of a step without chunks
+        self._plain = 0.0  # seconds of a step without chunks
         self._token: float | None = None  # seconds of a prompt's token
 
     def budget(self, decoding: bool) -> int:
@@ -51,14 +51,10 @@ class Pace:
 
     def learn(self, tokens: int, decoding: bool, seconds: float) -> None:
         """A step with so many prompt ``tokens`` took ``seconds``."""
-        if self._seconds is None:
-            return
         if not tokens:
-            self._plain = seconds if self._plain is None else self._plain + _WEIGHT * (seconds - self._plain)
+            self._plain += _WEIGHT * (seconds - self._plain)
             return
-        if decoding and self._plain is None:  # nothing to compare with
-            return
-        each = max(seconds - (self._plain or 0.0) if decoding else seconds, 0.0) / tokens
+        each = max(seconds - (self._plain if decoding else 0.0), 0.0) / tokens
         slower = self._token is None or each > self._token
         self._token = each if slower else (self._token or 0.0) + _WEIGHT * (each - (self._token or 0.0))
 
