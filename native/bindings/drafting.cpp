@@ -215,8 +215,8 @@ void bind_draft_model(nb::module_& m) {
             "row"_a, "cached"_a, "tokens"_a, "start"_a = 0)
         .def("release", [](DraftRows& x, int64_t row) { x.rows.erase(row); }, "row"_a);
     nb::class_<ModelDrafter, NativeDrafter>(m, "ModelDrafter", "See native/drafting/draft_model.h.")
-        .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int, int>(), "model"_a, "rows"_a, "vocab"_a,
-            "max_length"_a, "catch_up"_a, "least"_a);
+        .def(nb::init<std::shared_ptr<Model>, std::shared_ptr<DraftRows>, int, int, int, int, int>(), "model"_a, "rows"_a, "vocab"_a,
+            "max_length"_a, "catch_up"_a, "least"_a, "piece"_a);
 }
 
 void bind_lookups(nb::module_& m) {

@@ -30,7 +30,7 @@ void ModelDrafter::propose(const std::vector<Asked>& rows, std::vector<Draft>& t
         trees[i].levels = 0;
         if (rows[i].depth() > 0) chains.push_back(begin(rows[i], trees[i]));
     }
-    piece_ = std::max(catch_up_ / std::max(chains.size(), size_t{1}), least_);
+    share_ = std::max(catch_up_ / std::max(chains.size(), size_t{1}), least_);
     const auto reads = [&](const Chain& chain) {
         return std::all_of(chain.next, chain.next + chain.left, [&](int32_t token) { return token < model_->vocab(); });
     };
@@ -96,9 +96,9 @@ void ModelDrafter::grow(Chain& chain) const {
 void ModelDrafter::read_behind(std::vector<Chain>& chains) {
     std::vector<Chain> behind;
     for (const Chain& chain : chains)
-        if (chain.left > piece(chain)) behind.push_back(chain);
+        if (chain.left > most(chain)) behind.push_back(chain);
     if (behind.empty()) return;
-    chains.erase(std::remove_if(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > piece(chain); }), chains.end());
+    chains.erase(std::remove_if(chains.begin(), chains.end(), [&](const Chain& chain) { return chain.left > most(chain); }), chains.end());
     std::lock_guard<std::mutex> lock(model_->lock());
     while (!behind.empty()) {
         try {
@@ -152,10 +152,10 @@ std::unique_ptr<Result> ModelDrafter::feed(std::vector<Chain>& chains) {
     return nullptr;
 }
 
-// Feeds what is left of every row, or (`last` false) a piece of each.
+// Feeds what is left of every row, or (`last` false) as much of each as it reads in a step.
 std::unique_ptr<Result> ModelDrafter::forward(std::vector<Chain>& chains, bool last) {
     std::vector<int32_t> token, row, position, parent, starts{0}, wanted;
-    const auto count = [&](const Chain& chain) { return last ? chain.left : piece(chain); };
+    const auto count = [&](const Chain& chain) { return last ? chain.left : most(chain); };
     for (const Chain& chain : chains) {
         const auto n = static_cast<int32_t>(count(chain)), first = static_cast<int32_t>(chain.row->fed.size());
         for (int32_t k = 0; k < n; ++k)

@@ -26,14 +26,17 @@ struct DraftRows {  // by the target's row
 class ModelDrafter : public NativeDrafter {
 public:
     // `vocab`: the target's; a row that has committed a token that `model` lacks gets no drafts. `max_length`: positions of a row.
-    // `catch_up`: most tokens that rows which lack more read in a step, together; `least`: of one.
-    ModelDrafter(std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up, int least)
+    // `catch_up`: most tokens that adaptive rows which lack more read in a step, together; `least`: of one; `piece`: of a row whose
+    // size is fixed.
+    ModelDrafter(
+        std::shared_ptr<Model> model, std::shared_ptr<DraftRows> rows, int vocab, int max_length, int catch_up, int least, int piece)
         : model_(std::move(model)),
           rows_(std::move(rows)),
           vocab_(vocab),
           max_length_(static_cast<size_t>(max_length)),
           catch_up_(static_cast<size_t>(catch_up)),
-          least_(static_cast<size_t>(least)) {}
+          least_(static_cast<size_t>(least)),
+          piece_(static_cast<size_t>(piece)) {}
 
     void propose(const std::vector<Asked>& rows, std::vector<Draft>& trees) override;
     bool stepwise() const override { return true; }
@@ -54,9 +57,9 @@ private:
         double chance = 0.0, near = 0.0;  // theirs
     };
     Chain begin(const Asked& asked, Draft& tree);
-    // What a row reads in a step, at most. Where its size is fixed nobody asked for short steps.
-    size_t piece(const Chain& chain) const { return chain.asked->adaptive ? piece_ : kFixed * catch_up_; }
-    // Rows that lack more than a piece read as much; they draft in a later step.
+    // Most tokens that a row reads in this step. The policy does not plan the steps of a row whose size is fixed.
+    size_t most(const Chain& chain) const { return chain.asked->adaptive ? share_ : piece_; }
+    // Rows that lack more read as much; they draft in a later step.
     void read_behind(std::vector<Chain>& chains);
     std::unique_ptr<Result> feed(std::vector<Chain>& chains);
     std::unique_ptr<Result> forward(std::vector<Chain>& chains, bool last);
@@ -67,9 +70,8 @@ private:
     const std::shared_ptr<Model> model_;
     const std::shared_ptr<DraftRows> rows_;
     const int vocab_;
-    const size_t max_length_, catch_up_, least_;
-    static constexpr size_t kFixed = 8;
-    size_t piece_ = 0;  // most tokens of an adaptive row that are read in this step
+    const size_t max_length_, catch_up_, least_, piece_;
+    size_t share_ = 0;  // of `catch_up_`, for each row of this step
 };
 
 }  // namespace outpace

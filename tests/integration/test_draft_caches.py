@@ -91,7 +91,6 @@ def test_what_an_interrupted_call_left_is_not_believed(load: Load, monkeypatch: 
     assert interrupted > 8
 
 
-@pytest.mark.usefixtures("in_one_piece")
 def test_without_memory_nothing_is_drafted_and_the_row_is_given_back(load: Load) -> None:
     one = load(2).kv.bytes_for(1)
     drafter = ModelDrafter(load(2, 2 * one), "model", VOCAB)
@@ -113,7 +112,6 @@ def test_without_memory_nothing_is_drafted_and_the_row_is_given_back(load: Load)
     drafter.check([])
 
 
-@pytest.mark.usefixtures("in_one_piece")
 @pytest.mark.parametrize("n", [500, 850])
 def test_a_fork_of_a_row_from_the_middle_on_takes_what_growth_says(load: Load, n: int) -> None:
     """The fork may hold none of what its source holds."""
@@ -125,12 +123,6 @@ def test_a_fork_of_a_row_from_the_middle_on_takes_what_growth_says(load: Load, n
     chain(own, [view(1, text[: n + 1])])
     assert own.bytes - before == growth > 0
     own.check([0, 1])
-
-
-@pytest.fixture
-def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows catch up at once."""
-    monkeypatch.setattr(own_cache, "CATCH_UP", 8192)
 
 
 def test_a_row_is_caught_up_with_in_chunks_and_shares_a_fork(load: Load) -> None:
@@ -269,7 +261,6 @@ def test_a_row_that_has_said_what_the_draft_model_lacks_is_not_drafted_for(tiny:
     drafter.close()
 
 
-@pytest.mark.usefixtures("in_one_piece")
 def test_native_chains_without_memory_give_the_last_row_back(tiny: Tiny) -> None:
     def draft_model(limit: int | None) -> ModelDrafter:
         model = tiny.load("F32", sizes=SIZES | {"layers": 2}, kv_dtype="float32", kv_memory=limit)
@@ -421,7 +412,6 @@ def test_a_row_that_the_draft_model_has_no_room_for_is_read_from_its_middle_on(
         assert len(found[0][2]) >= (4 if context == 200 else 2)
 
 
-@pytest.mark.usefixtures("in_one_piece")
 def test_a_row_from_the_middle_on_is_one_that_begins_there(tiny: Tiny) -> None:
     """Natively and in Python: rolled back, forked, read anew from elsewhere where its tokens have changed, and never
     where it lacks nothing; it may be longer than the draft model's positions."""

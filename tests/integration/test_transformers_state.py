@@ -257,7 +257,7 @@ def cases() -> list[Any]:
     """Each change alone, and pairs of them."""
     draw, many = random.Random(20261125), [change for change in CHANGES if change is not compiled]
     pairs = [tuple(draw.sample(many, 2)) for _ in range(24)]
-    return [((change,)) for change in CHANGES] + [pytest.param(pair, marks=pytest.mark.slow) for pair in pairs]
+    return [(change,) for change in CHANGES] + [pytest.param(pair, marks=pytest.mark.slow) for pair in pairs]
 
 
 def own(model: Any, *args: Any, **named: Any) -> Any:

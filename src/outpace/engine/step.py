@@ -12,10 +12,10 @@ touches little.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -452,7 +452,9 @@ def read_prompts(step: Step, body: float) -> float:
     for name, beginnings in found.items():
         begun = time.perf_counter()
         given = [(s.row, s.tokens[:end], new[s.row], start) for s, start, end in beginnings]
-        read = drafting.attempt(name, [s for s, _, _ in beginnings], _reading(drafting.drafters[name]), given) or {}
+        read = (
+            drafting.attempt(name, [s for s, _, _ in beginnings], partial(_read, drafting.drafters[name]), given) or {}
+        )
         seconds = time.perf_counter() - begun
         has = [(s.native, start, *read[s.row]) for s, start, _ in beginnings if s.native and s.row in read]
         rows.has_read(has, seconds, body)
@@ -460,17 +462,13 @@ def read_prompts(step: Step, body: float) -> float:
     return spent
 
 
-def _reading(drafter: Drafter) -> Callable[[list[tuple[int, I32, int, int]]], dict[int, tuple[int, int]]]:
-    """Its ``read_prompts``, which raises where what it returns is not what it should: only its rows lose by that."""
-
-    def read(rows: list[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
-        found = {row: (int(end), int(count)) for row, (end, count) in drafter.read_prompts(rows).items()}
-        lengths = {row: len(tokens) for row, tokens, _, _ in rows}
-        if any(not 0 <= end <= lengths.get(row, -1) or count < 0 for row, (end, count) in found.items()):
-            raise DrafterError(f"read_prompts returned {found} for rows of {lengths} tokens")
-        return found
-
-    return read
+def _read(drafter: Drafter, rows: list[tuple[int, I32, int, int]]) -> dict[int, tuple[int, int]]:
+    """What its ``read_prompts`` returns, checked: whoever calls this makes what it raises cost its rows alone."""
+    found = {row: (int(end), int(count)) for row, (end, count) in drafter.read_prompts(rows).items()}
+    lengths = {row: len(tokens) for row, tokens, _, _ in rows}
+    if any(not 0 <= end <= lengths.get(row, -1) or count < 0 for row, (end, count) in found.items()):
+        raise DrafterError(f"read_prompts returned {found} for rows of {lengths} tokens")
+    return found
 
 
 def event(step: Step, i: int, gained: int, sequence: Sequence, states: HiddenStates | None) -> Event:

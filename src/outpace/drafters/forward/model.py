@@ -53,8 +53,7 @@ class ModelDrafter(ChainDrafter):
             for row, tokens, new, start in rows
             if len(tokens) - start < self.model.info.max_length and tokens[start:].max() < self._own_vocab
         ]
-        ends = {row: len(tokens) for row, tokens, _, _ in fit}
-        return {row: (ends[row] - left, read) for row, (left, read) in self._cache.read_beside(fit).items()}
+        return self._cache.read_beside(fit)
 
     def _no_room(self, view: RowView) -> None:
         self._cache.release(view.row)

@@ -20,7 +20,7 @@ from outpace.models.base import Batch, Model, Output
 
 CATCH_UP = 64  # tokens that rows catch up with in a step, together: others that decode wait for it
 LEAST = 16  # of one row, at least
-PIECE = 8 * CATCH_UP  # tokens of one row in one forward, at most; a row whose size is fixed catches up with as many
+PIECE = 512  # tokens of one row in one forward, at most; a row whose size is fixed catches up with as many a step
 
 
 class OwnCache:
@@ -96,12 +96,13 @@ class OwnCache:
 
     def read(self, rows: Mapping[int, tuple[I32, int, int]]) -> dict[int, tuple[int, int]]:
         """Make each row's KV that of its tokens int32 [n] from a start on, of which it may have a beginning, with no
-        more than so many new ones. How many are left, and how many were read. Raises MemoryLimitError."""
+        more than so many new ones. How many of its tokens it has then, and how many were read. Raises
+        MemoryLimitError."""
         found, new = dict[int, tuple[int, int]](), dict[int, I32]()
         for row, (tokens, start, most) in rows.items():
             unread = self._unread(row, tokens, start, len(tokens))
             new[row] = unread[:most]
-            found[row] = len(unread) - len(new[row]), len(new[row])
+            found[row] = len(tokens) - len(unread) + len(new[row]), len(new[row])
         while new := {row: rest for row, rest in new.items() if len(rest)}:
             self._forward(list(new), [rest[:PIECE] for rest in new.values()], wanted=False)
             new = {row: rest[PIECE:] for row, rest in new.items()}
@@ -192,7 +193,7 @@ class OwnCache:
         if self.model.native is None:
             return None
         return _fast.native.ModelDrafter(
-            self.model.native, self._rows, vocab, self.model.info.max_length, CATCH_UP, LEAST
+            self.model.native, self._rows, vocab, self.model.info.max_length, CATCH_UP, LEAST, PIECE
         )
 
     @property

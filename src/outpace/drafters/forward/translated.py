@@ -224,11 +224,11 @@ class TranslatedDrafter(ChainDrafter):
             if 0 < len(row.text.ids) - place <= self._cache.model.info.max_length - SLACK:
                 most = math.ceil((new + CATCH_UP) * row.text.ids_each)
                 found.append((number, np.array(row.text.ids, np.int32), place, most))
-        given = {row: (len(tokens), start, self._rows[row].text.ids_each) for row, tokens, _, start in rows}
-        counts = dict[int, tuple[int, int]]()
-        for number, (left, new) in self._cache.read_beside(found).items():  # in its own ids
-            end, start, each = given[number]
-            counts[number] = max(end - math.ceil(left / each), start), round(new / each)
+        starts, counts = {row: start for row, _, _, start in rows}, dict[int, tuple[int, int]]()
+        for number, (end, new) in self._cache.read_beside(found).items():  # in its own ids
+            text = self._rows[number].text
+            left = math.ceil((len(text.ids) - end) / text.ids_each)
+            counts[number] = max(text.count - left, starts[number]), round(new / text.ids_each)
         return counts
 
     def _begin(self, view: RowView, asked: int) -> I32:
